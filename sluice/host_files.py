@@ -182,7 +182,7 @@ def open_peer_file(path: str, device: int, inode: int, size: int, *, below: Path
     except (OSError, ValueError) as error:
         raise PeerFileError(f"{path} cannot be opened ({error})") from error
     status = os.fstat(descriptor)
-    # Asked of the kernel, because a directory on the path may be a symbolic link.
+    # Ask the kernel for the real path, because a directory on the path may be a symbolic link.
     found = Path(f"/proc/self/fd/{descriptor}").readlink()
     why_not = ""
     if (status.st_dev, status.st_ino) != (device, inode):

@@ -1,6 +1,6 @@
-"""The limits of the contracts, in one table. Whoever lets data in checks it against them, before anything is sampled or written.
+"""The limits of the contracts, in one table. The service that receives data checks it against them before it samples or writes.
 
-Every server says them in GetServerInfo, and docs/limits.md lists them. Settings may set lower ones where they name a limit.
+Every server reports the limits in GetServerInfo, and docs/limits.md lists them. A setting may lower a limit if there is one for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Largest message of the contracts; larger things travel in parts."""
+"""Largest message of the contracts; larger contents are sent in parts."""
 
 MAX_SAMPLES = 256
 """Most samples of one Generate request."""
@@ -18,8 +18,9 @@ MAX_TEMPERATURE = 100.0
 """Highest temperature of a request."""
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature of tokens that are trained. vLLM silently raises lower values to this one. Logits are divided by it, and so is what
-rounding makes them differ by: 5e-5 between sampler and trainer, in float32, is 5e-3 in a log-probability here, and 50 at 1e-6."""
+"""Lowest temperature of tokens that are trained. vLLM silently raises lower values to this one. Logits are divided by the temperature, and
+with them their rounding errors: a float32 difference of 5e-5 between sampler and trainer becomes 5e-3 in a log-probability at 0.01, and
+50 at 1e-6."""
 
 MAX_TRAJECTORY_TOKENS = 262_144
 """Most tokens of a trajectory, prompt included."""
@@ -28,10 +29,10 @@ MAX_TRAJECTORIES = 16_384
 """Most trajectories of a batch."""
 
 MAX_BATCH_BYTES = 1 << 30
-"""Most bytes of a batch; with the length of the trainer's queue this bounds the memory of submissions."""
+"""Most bytes of a batch. Together with the length of the trainer's queue this bounds the memory of submissions."""
 
 MAX_REPORT_BYTES = 3 << 20
-"""Most bytes of the trainer's answers about a batch: they travel in one message with its metrics."""
+"""Most bytes of the trainer's answers about a batch: one message holds them and the batch's metrics."""
 
 MAX_NAME = 256
 """Most characters of the ids of a trajectory and of a batch, which reports repeat."""
@@ -43,7 +44,7 @@ MAX_REWARD = 1e6
 """Largest absolute value of a reward, unless `orchestrator.max_reward` says otherwise."""
 
 HEAD_S = 15.0
-"""Seconds for the head of a request over HTTP, or the handshake of gRPC, once its connection is open or its first byte is there."""
+"""Seconds for the head of a request over HTTP or the handshake of gRPC, from the opening of the connection or from the first byte."""
 
 MAX_HEAD_BYTES = 64 << 10
 """Most bytes of the head of a request over HTTP."""
@@ -52,16 +53,16 @@ MAX_METADATA_BYTES = 64 << 10
 """Most bytes of the metadata of a call."""
 
 BODY_S = 60.0
-"""Seconds for the body of a request over HTTP, once it is read."""
+"""Seconds for the body of a request over HTTP, from the moment when the server begins to read it."""
 
 REQUEST_S = 30.0
 """Seconds for the one message of a call, once the call has begun."""
 
 SEND_DEADLINE_S = 60.0
-"""Seconds for a client to read an event of a stream, or any bytes, before it is disconnected."""
+"""Seconds for a client to read an event of a stream, or any bytes. A slower client is disconnected."""
 
 IDLE_S = 600.0
-"""Seconds without a call after which a connection of gRPC is ended; the next call of its client makes another one."""
+"""Seconds without a call after which a gRPC connection is closed. The client's next call opens another one."""
 
 MAX_CONNECTIONS = 8192
 """Connections of a port at once, unless `server.max_connections` says otherwise."""
@@ -76,10 +77,10 @@ MAX_BODIES_BYTES = 1 << 30
 """Bytes of the bodies of all requests over HTTP in progress, unless `capture.limits.max_bodies_mb` says otherwise."""
 
 RESULT_BYTES = 66
-"""Upper bound on the bytes of the trainer's answer about one trajectory, without its id."""
+"""Upper bound on the bytes of the trainer's answer about one trajectory, without the trajectory's id."""
 
 FLOAT32_MAX = 3.4028234663852886e38
-"""Largest finite number of float32, as which advantages and rewards of tokens travel and are trained."""
+"""Largest finite float32. Advantages and rewards of tokens are sent and trained as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,10 @@ class Limit:
     """One row of the table.
 
     Attributes:
-        name: For programs, and in refusals.
-        value: The largest value that is let in.
-        unit: What is counted.
-        meaning: A sentence for people: of what, and what happens to what is larger.
+        name: Name for programs and for error messages.
+        value: The largest value that is accepted.
+        unit: Unit of the value.
+        meaning: A sentence for people: what is limited, and what happens to anything larger.
     """
 
     name: str
@@ -183,10 +184,10 @@ def report_bytes(trajectory_id: str) -> int:
 
 
 def may_train_at(temperature: float) -> bool:
-    """Return whether tokens that were sampled at a temperature may be trained. As float32, in which it travels, 0.01 is a little less."""
+    """Return whether tokens that were sampled at a temperature may be trained. Temperatures are sent as float32: 0.01 is slightly less."""
     return MIN_TEMPERATURE <= round(temperature, 9) <= MAX_TEMPERATURE
 
 
 def within(reward: float, most: float) -> bool:
-    """Return whether a reward is a number that may be trained: finite, and not beyond a bound."""
+    """Return whether a reward may be trained: finite, and its absolute value at most `most`."""
     return math.isfinite(reward) and abs(reward) <= most

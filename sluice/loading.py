@@ -1,4 +1,4 @@
-"""Finds what settings name as ``module:Attr`` or ``path/to/file.py:Attr``, such as a class of the user's, and constructs it.
+"""Finds and constructs objects that settings name as ``module:Attr`` or ``path/to/file.py:Attr``, such as a user's class.
 
 The processes of an environment load this module each time one starts, so it imports no settings.
 """
@@ -18,21 +18,21 @@ from sluice.errors import ConfigError
 from sluice.models import importable
 
 STARTED_BY = "STARTED_BY_SLUICE"
-"""Variable that the processes of environments and all that they start have."""
+"""Environment variable of the processes of environments, and of all processes that these start."""
 
 _SHORTEST_SECRET = 4
-"""Characters: shorter texts are no secrets, and replacing them would garble a message."""
+"""Characters of the shortest secret. Shorter texts are not treated as secrets: replacing them would garble a message."""
 
 
 class ScriptEndedError(BaseException):
-    """A script that is loaded for what it defines has come to where it would start a run: the rest is not executed."""
+    """Raised at the call that would start a run, in a script that is loaded only for its definitions. The rest is not executed."""
 
 
 def check_there(location: str, what: str) -> None:
-    """Check that what ``module:Attr`` or ``path.py:Attr`` names exists, without importing it: the package, or the file and its attribute.
+    """Check that the package of ``module:Attr``, or file and attribute of ``path.py:Attr``, exist. Nothing is imported.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: if they do not exist.
     """
     module, attribute = _parts(location, what)
     if module.endswith(".py"):
@@ -45,12 +45,12 @@ def check_there(location: str, what: str) -> None:
 
 
 def _check_defines(file: str, attribute: str, what: str) -> None:
-    """Refuse a file that is no Python, or that never binds a name. A file that may bind any name is accepted.
+    """Refuse a file that is not Python, or that never binds `attribute`. Accept a file that may bind names dynamically.
 
     Raises:
-        ConfigError: with the line, or the names that there are.
+        ConfigError: with the line at fault, or the names that the file defines.
     """
-    import ast  # noqa: PLC0415 - only who checks needs it
+    import ast  # noqa: PLC0415 - only this check needs it
 
     path = _existing(Path(file), what)
     try:
@@ -82,11 +82,11 @@ def construct(location: str, what: str, arguments: Mapping[str, Any], setting: s
     """Call the class or function that ``module:Attr`` or ``path.py:Attr`` names.
 
     Args:
-        location: Where it is.
+        location: Where the class or function is.
         what: What it makes, for messages.
         arguments: Keyword arguments.
-        setting: Their setting.
-        name: What the settings call it, if not by its location.
+        setting: The setting that holds the arguments.
+        name: Name in the settings, if it differs from the location.
 
     Raises:
         ConfigError: if it cannot be found, or refuses the arguments.
@@ -119,7 +119,7 @@ def load_attribute(location: str, what: str) -> Any:  # noqa: ANN401 - whatever 
 
 
 def without_values(text: str, arguments: object) -> str:
-    """Return a text without the texts among some arguments: keys of judges must not be printed."""
+    """Return a text with the texts in `arguments` replaced: API keys of judges must not be printed."""
     match arguments:
         case str() if len(arguments) >= _SHORTEST_SECRET:
             return text.replace(arguments, "***")
@@ -151,7 +151,7 @@ def _from_name(name: str, what: str) -> ModuleType:
 
 
 def _from_file(path: Path, what: str) -> ModuleType:
-    """Import a file under a name of its own; files beside it can be imported by it."""
+    """Import a file under a module name made of its path. It can import the files next to it."""
     path = _existing(path, what)
     name = f"sluice_user_{path.parent.name}_{path.stem}".replace("-", "_").replace(".", "_")
     loaded = sys.modules.get(name)

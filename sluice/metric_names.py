@@ -1,4 +1,4 @@
-"""Every metric of a run in one table: name, section, unit, and what it says.
+"""Every metric of a run in one table: name, section, unit, and meaning.
 
 TensorBoard's descriptions and layout and docs/metrics.md come from this table. A name may have placeholders in capital
 letters, such as ``trainer/seconds/PHASE``, and an optional part in brackets, such as ``eval[/ENVIRONMENT]/reward_mean``.
@@ -39,8 +39,8 @@ class Metric:
         name: Its name in ``metrics.jsonl`` and TensorBoard, or the pattern.
         section: One of `SECTIONS`.
         unit: What it counts or is measured in; "share" is a number from 0 to 1.
-        text: What it says, in one sentence.
-        chart: Title of the chart that shows it in TensorBoard's layout; empty: only the list of all metrics has it.
+        text: Its meaning, in one sentence.
+        chart: Title of its chart in TensorBoard's layout. Empty: it is only in the list of all metrics.
     """
 
     name: str
@@ -581,7 +581,7 @@ OWN_LOSS = Metric(
     "the loss function's",
     "Mean over the trained tokens of what the run's own loss function returned under this name; of max_... the greatest.",
 )
-"""What stands for every other name of the trainer: such as the sums of a loss function of one's own."""
+"""The entry for all other metrics of the trainer, such as the sums of a user's own loss function."""
 
 _BY_NAME = {each.name: each for each in METRICS if not each.is_pattern}
 _PATTERNS = tuple((re.compile(each.regex), each) for each in (*METRICS, OWN_LOSS) if each.is_pattern)
@@ -589,6 +589,6 @@ _PATTERNS = tuple((re.compile(each.regex), each) for each in (*METRICS, OWN_LOSS
 
 @cache
 def find(name: str) -> Metric | None:
-    """Return what the table says of a metric; None for a name that is not in it, such as one of an earlier release."""
+    """Return the table's entry for a metric; None for a name that is not in it, such as that of an earlier release."""
     found = _BY_NAME.get(name)
     return found or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)

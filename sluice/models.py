@@ -1,4 +1,4 @@
-"""Whether the model, dataset or module that a setting names is there and whole, found before anything is loaded.
+"""Checks, before anything is loaded, that the model, dataset or module that a setting names exists and is complete.
 
 A directory is checked by the names and headers of its files. Any other name is the id of a model on the Hugging Face hub. The hub is
 asked once, with a short timeout, because the libraries that load models retry each file for half a minute before they report that
@@ -30,10 +30,10 @@ _PART = re.compile(r"-\d+-of-\d+\.safetensors$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 ADAPTER_SETTINGS = "adapter_config.json"
-"""What PEFT writes beside an adapter, which has no weights of a model."""
+"""File that PEFT writes next to an adapter. A directory with only an adapter has no weights of a model."""
 
 INDEX = "model.safetensors.index.json"
-"""Lists the files of weights that are split."""
+"""File that lists the files of weights that are split."""
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -69,9 +69,9 @@ def check_model(model: str, setting: str = "model") -> None:
 
 
 def check_files(model: str, setting: str = "model", *, tokenizer: bool = True) -> None:
-    """Refuse a directory without the weights that its configuration tells, or without a tokenizer if one is needed.
+    """Refuse a directory whose weights do not fit its configuration, or that has no tokenizer although one is needed.
 
-    Every hub id is accepted. Weights that are not safetensors are not looked at.
+    Every hub id is accepted. Weights in other formats than safetensors are not examined.
 
     Raises:
         ConfigError: with what is missing or damaged.
@@ -116,7 +116,7 @@ def _check_weights(path: Path, setting: str) -> None:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors of a safetensors file by their names. Its header is read, and compared with its length."""
+    """Return the shapes of the tensors of a safetensors file, by name. Only the header is read, and compared with the file's size."""
     from safetensors import safe_open  # noqa: PLC0415  as above
 
     with safe_open(file, framework="numpy") as tensors:
@@ -124,10 +124,10 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 
 def _check_shapes(shapes: Mapping[str, list[int]], config: Mapping[str, Any], path: Path, setting: str) -> None:
-    """Refuse weights of another model than the configuration's, as far as names and shapes tell that without loading it.
+    """Refuse weights whose names and shapes show that they belong to another model than the configuration. Nothing is loaded.
 
     Raises:
-        ConfigError: with the tensor and the setting that do not fit.
+        ConfigError: with the tensor and the setting that contradict each other.
     """
 
     def refuse(what: str) -> NoReturn:
@@ -147,10 +147,10 @@ def _check_shapes(shapes: Mapping[str, list[int]], config: Mapping[str, Any], pa
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a language model; None where its configuration leaves one to the architecture.
+    """Sizes of a language model. None: the configuration leaves that size to the architecture.
 
     Attributes:
-        model_type: Name of the architecture; empty where none is given.
+        model_type: Name of the architecture; empty if none is given.
         layers: Decoder layers.
         heads: Attention heads of a layer.
         key_heads: Key-value heads of a layer.
@@ -182,7 +182,7 @@ class ModelSizes:
             key_heads=size("num_key_value_heads"),
             inner=size("intermediate_size"),
             positions=size("max_position_embeddings"),
-            # A dense Doge gives a number too.
+            # The configuration of a dense Doge model has a number of experts, too.
             experts=None if config.get("is_moe") is False else next(filter(None, map(size, EXPERTS)), None),
         )
 
@@ -213,10 +213,10 @@ def config_on_disk(model: str, setting: str = "model") -> dict[str, Any] | None:
 
 
 def check_hub(model: str, setting: str = "model") -> None:
-    """Refuse a model that the hub does not have, or if the hub cannot be reached; accept a directory or a cached model.
+    """Refuse a model that the hub does not have, and any model if the hub cannot be reached. Accept a directory or a cached model.
 
-    This is one request of at most `HF_HUB_ETAG_TIMEOUT` seconds (10). If the hub is only busy, the libraries that load the model
-    retry.
+    This makes one request of at most `HF_HUB_ETAG_TIMEOUT` seconds (10). If the hub is only busy, the model is accepted: the libraries
+    that load it retry.
 
     Raises:
         ConfigError: with the answer of the hub, and the remedy.
@@ -240,7 +240,7 @@ def check_hub(model: str, setting: str = "model") -> None:
 
 
 def check_hub_dataset(name: str, setting: str = "data") -> None:
-    """Refuse a dataset that the hub does not have, or if the hub cannot be reached; see `check_hub`.
+    """Refuse a dataset that the hub does not have, and any dataset if the hub cannot be reached; see `check_hub`.
 
     Raises:
         ConfigError: with the answer of the hub, and the remedy.
@@ -259,7 +259,7 @@ def check_hub_dataset(name: str, setting: str = "data") -> None:
 
 
 def _ask(name: str, setting: str, kind: str, file: str) -> None:
-    """Ask the hub once whether it has a file; raise its EntryNotFoundError if the model or dataset exists without the file."""
+    """Ask the hub once whether it has a file. Raise EntryNotFoundError if the model or dataset exists, but not the file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # noqa: PLC0415  HTTPError of its HTTP library
         EntryNotFoundError,

@@ -1,7 +1,7 @@
-"""Say which service is missing: one that has waited long for another logs its name, its address, why it cannot be reached, and what to do.
+"""Report missing peers: a service that has waited long for a peer logs the peer's name and address, the reason, and what to do.
 
-A service that can wait goes on waiting and says so again, until it has waited too long for one that never came; its requests have
-deadlines of their own.
+The service keeps waiting and repeats the message, until it has waited too long for a peer that never served. Its requests have deadlines
+of their own.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ async def missing_peers_reported(
 ) -> AsyncIterator[None]:
     """While the block runs, log an error each time that `peers_start_s` have passed and a peer has not served yet.
 
-    The service is not ready before each of them has served once. If one has not within `peers_give_up_s`, the service drains.
+    The service is not ready before each peer has served once. If a peer has not served within `peers_give_up_s`, the service drains.
 
     Args:
         peers: Addresses of the services that this one needs, by name.
         common: Deadlines, tokens and TLS.
-        server: That of the service, which serves in the block.
-        clock: Tells how long a peer has been missing.
+        server: The service's own server, which serves in the block.
+        clock: Measures how long a peer has been missing.
         gives_up: False for a service that has a deadline of its own for its peers.
 
     Raises:
-        MissingPeerError: behind the block, if the service drained because a peer never served.
+        MissingPeerError: after the block, if the service drained because a peer never served.
     """
     give_up_s = (common.peers_give_up_s if gives_up else 0.0) or math.inf
     waits = {
@@ -73,7 +73,7 @@ async def _wait_for(peer: str, target: str, common: CommonConfig, give_up_s: flo
     """Return once a peer has served.
 
     Raises:
-        MissingPeerError: if it has not after so many seconds.
+        MissingPeerError: if it has not served within `give_up_s`.
     """
     started = clock()
     while True:
@@ -91,7 +91,7 @@ async def _wait_for(peer: str, target: str, common: CommonConfig, give_up_s: flo
                 raise MissingPeerError(
                     f"{peer} at {target} has not served for {waited_s:g} s (peers_give_up_s): {reason}; {finding.remedy}"
                 ) from None
-            log.error(  # noqa: TRY400 - the fields say all
+            log.error(  # noqa: TRY400 - the fields have all details
                 "a service that this one needs is missing; waiting on",
                 peer=peer,
                 address=target,
@@ -100,6 +100,6 @@ async def _wait_for(peer: str, target: str, common: CommonConfig, give_up_s: flo
                 remedy=finding.remedy,
             )
         except ConfigError:
-            return  # the service itself reads the same token or certificate, and ends with that reason
+            return  # the service itself reads the same token or certificate, and ends with this error
         else:
             return

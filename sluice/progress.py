@@ -1,7 +1,7 @@
-"""What a command does, how far it is and when it ends: on standard error, as soon as it takes longer than two seconds.
+"""Progress of a command's steps on standard error: what it does, how far it is and when it ends, once a step takes over two seconds.
 
-A terminal shows a bar that goes when the step ends. Elsewhere a plain line is written, and further ones that come less and less often.
-Of processes that share a job as ranks, the first one shows it.
+A terminal shows a bar that disappears when the step ends. Elsewhere plain lines are written, less and less often.
+If several processes share a job as ranks, only the first rank shows it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from sluice.clock import CLOCK, Clock
 
 SILENT_S = 2.0
-"""Seconds for which a step says nothing."""
+"""Seconds for which a step shows nothing."""
 LINE_S, GROWTH = 10.0, 0.1
-"""Seconds between two plain lines of a step, and the share of its time so far if that is more: lines stay few, however long it lasts."""
+"""Pause between two plain lines of a step: at least `LINE_S`, and at least the fraction `GROWTH` of its duration so far. So lines stay
+few, however long the step lasts."""
 _LONGEST_S = 1e10
-"""More is not told apart: 300 years."""
+"""Longest time that is shown, in seconds: 300 years."""
 
 _Item = TypeVar("_Item")
 
@@ -34,9 +35,9 @@ class Step:
 
     Attributes:
         what: What is done, such as ``load the model``.
-        total: How many units there are; None if that is not known.
-        done: How many are done.
-        note: What else is known, such as the last line of a program that does it.
+        total: Number of units; None if it is not known.
+        done: Units done.
+        note: Further text to show, such as the last line of the program that does it.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Return for how long it lasts."""
+        """Return for how long the step has lasted."""
         return self._clock() - self._began
 
     @property
@@ -69,7 +70,7 @@ class Step:
         return self.seconds / here * max(0, self.total - self.done)
 
     def __str__(self) -> str:
-        """Return what it does, how far it is and when it ends."""
+        """Return the step's name, how far it is and when it ends."""
         parts = []
         if self.total is not None:
             parts.append(f"{self.done:,} of {self.total:,} {self._unit}".rstrip())
@@ -91,7 +92,7 @@ def doing(
         what: What is done, such as ``load the model``.
         total: How many units there are, if that is known.
         unit: Their name in the plural.
-        before: How many were done before this step began; they took none of its time.
+        before: Units that were done before this step began; they do not count for its pace.
         clock: Times the step.
     """
     step = Step(what, total, unit, before=before, clock=clock)
@@ -117,7 +118,7 @@ def write_lines(step: Step, has_ended: Callable[[float], bool], write: Callable[
 
     Args:
         step: What is shown.
-        has_ended: Waits for so many seconds, or until the step has ended; returns whether it has.
+        has_ended: Waits for the given seconds, or until the step has ended; returns whether it has.
         write: Takes a line.
     """
     wait_s = SILENT_S
@@ -127,7 +128,7 @@ def write_lines(step: Step, has_ended: Callable[[float], bool], write: Callable[
 
 
 def _write(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+    with contextlib.suppress(OSError, ValueError):  # standard error is closed
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
@@ -141,7 +142,7 @@ class _Bars(Progress):
 
     def __init__(self) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.fields[step]}", markup=False), BarColumn(bar_width=20))
-        # What is printed meanwhile is drawn above the bars, but a result that goes to a file stays there.
+        # Output to a terminal is drawn above the bars. Output that is redirected to a file must still go there.
         to_terminal = sys.stdout.isatty()
         console = Console(stderr=True)
         super().__init__(*columns, console=console, transient=True, refresh_per_second=4, redirect_stdout=to_terminal)

@@ -1,10 +1,11 @@
 """The chat renderer of all services: turns messages into token ids and loss masks, and never encodes existing tokens again.
 
 SFT, rollout, capture and evaluation use it, so that the ids that are sampled, trained and continued by a later turn are the same.
-It checks that a template only appends: if more messages change the text of the earlier ones, it raises `TemplateError`.
+It checks that a template only appends: if further messages change the text of the earlier ones, it raises `TemplateError`.
 
-Only the template writes control tokens: in the text of a message, also an assistant's, in tools and in template arguments their names are
-text. A *marked* text is a rendered one in which these names begin with a stand-in (`sluice.control_tokens`).
+Only the template writes control tokens. In the text of a message (an assistant's, too), in tools and in template arguments the names of
+control tokens are plain text. A *marked* text is a rendered text in which such plain names begin with a stand-in
+(`sluice.control_tokens`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ RENDER_VARIABLES = frozenset({"messages", "self", "raise_exception", "strftime_n
 """Further names that transformers sets for every template, beside the parameters of `apply_chat_template` and the special tokens."""
 
 LONGEST_REASON = 500
-"""Maximum length of a template's error message in ours, since it may quote the messages."""
+"""Maximum length of a template's error message within our own. It is bounded because it may quote the messages."""
 
 
 class TemplateError(ValueError):
@@ -93,8 +94,8 @@ class ChatRenderer:
     Args:
         tokenizer: A transformers tokenizer.
         template_arguments: Further variables of the template, such as ``enable_thinking``, for every call.
-        ends: The tokens that end a turn, which training teaches; None: those of the tokenizer and its template.
-        check: Called with each text before it becomes tokens; raises TemplateError for one that must not.
+        ends: The tokens that end a turn, which training teaches. None: the end tokens of the tokenizer and its template.
+        check: Called with each text before it is encoded. Raises TemplateError for a text that must not be encoded.
 
     Raises:
         TemplateArgumentError: if an argument is not one of `template_variables`.
@@ -150,7 +151,7 @@ class ChatRenderer:
     ) -> str:
         """Return the text of a conversation after applying `hide` to each text in it."""
         filled = functools.partial(self._filled, add_generation_prompt=add_generation_prompt, tools=tools, hide=hide)
-        # Most templates read the arguments of a call as an object, and few as text. The others raise.
+        # Most templates read the arguments of a call as an object, a few as text. They raise on the form that they do not read.
         forms = [_with_arguments(messages, _as_object)]
         if any(message.get("tool_calls") for message in messages):
             forms.append(_with_arguments(messages, _as_text))
@@ -165,7 +166,7 @@ class ChatRenderer:
         """Return the marked text of a conversation.
 
         Raises:
-            TemplateError: as `text`, or if it is not clear which control tokens the template has written.
+            TemplateError: as for `text`, or if it is not clear which control tokens the template has written.
         """
         text = self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         if SURROGATE.search(text):
@@ -207,7 +208,7 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None,
         hide: Callable[[str], str],
     ) -> str:
-        """Return the text of messages whose calls have the form that the template reads."""
+        """Return the rendered text of messages. The arguments of calls must have the form that the template reads."""
         from jinja2 import TemplateError as JinjaError  # noqa: PLC0415  only where messages are rendered
 
         try:
@@ -234,7 +235,7 @@ class ChatRenderer:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that writes its control tokens itself, without those that the tokenizer would add."""
+        """Return the token ids of a text in which names of control tokens stand for these. No special tokens are added."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def render(
@@ -270,14 +271,14 @@ class ChatRenderer:
         Args:
             ids: The ids so far.
             new_messages: What follows, at least one message.
-            earlier: The messages that the ids stand for, if they are known; the last one is the assistant's. A template may
-                write a tool's result, or the beginning of the next turn, according to them.
+            earlier: The messages that the ids stand for, if they are known; the last one is the assistant's. How a template
+                writes a tool's result, or the beginning of the next turn, may depend on them.
             add_generation_prompt: End with the beginning of the assistant's next turn.
             tools: Tools offered to the model.
 
         Raises:
-            TemplateError: if there are no messages, or the template cannot append them: it would write them differently, or leave
-                a tool's result out, if the whole conversation was rendered.
+            TemplateError: if there are no messages, or the template cannot append them, because a rendering of the whole conversation
+                would write them differently, or leave a tool's result out.
         """
         if not new_messages:
             raise TemplateError("there are no messages to append: send at least one")
@@ -314,7 +315,7 @@ class ChatRenderer:
     ) -> bool:
         """Return whether ids have the text and the control tokens that the template renders for a conversation.
 
-        Other tokens may differ, since a model may sample others for the same text.
+        The other ids may differ, since a model may sample different tokens for the same text.
         """
         whole = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return list(ids) == whole or self._decoded(ids) == self._decoded(whole)
@@ -335,9 +336,9 @@ class ChatRenderer:
             learned: Places of the messages that are learned, of any role; None for all of the assistant.
 
         Raises:
-            RewritesError: if the template changes earlier text when messages are added, such as one that removes earlier reasoning.
-            TemplateError: if there is no turn to learn, one is not text, no token ends the assistant's turns, one does not begin as the
-                generation prompt begins it, or the template leaves out a tool's result.
+            RewritesError: if the template changes earlier text when messages are added, for example removes earlier reasoning.
+            TemplateError: if there is no turn to learn, a turn is not text or does not begin as the generation prompt does, no token ends
+                the assistant's turns, or the template leaves out a tool's result.
         """
         texts, turns = self._turns(messages, tools, learned)
         row = Rendered([], [])
@@ -356,12 +357,12 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         learned: Container[int] | None = None,
     ) -> list[Rendered]:
-        """Return rows in which each turn is learned after the text that the model will see then.
+        """Return rows in which each learned turn follows the text that the model will see before that turn.
 
-        It is one row as of `render_sft` if the template only appends; otherwise, one for each turn that is learned.
+        If the template only appends, this is the one row of `render_sft`. Otherwise there is one row per learned turn.
 
         Raises:
-            TemplateError: as `render_sft`, or if the template changes a turn when it is not the last.
+            TemplateError: as for `render_sft`, or if the template changes a turn that is not the last one.
         """
         try:
             return [self.render_sft(messages, tools, learned)]
@@ -376,10 +377,10 @@ class ChatRenderer:
     def _turns(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, learned: Container[int] | None
     ) -> tuple[list[Message], list[int]]:
-        """Return the messages with text as their contents, and the places of those that are learned.
+        """Return the messages with text as their contents, and the indices of the learned messages.
 
         Raises:
-            TemplateError: if there is none, one is not text, or the template leaves a role out.
+            TemplateError: if no message is learned, a learned one is not text, or the template leaves a role out.
         """
         texts = [_with_text(message, index) for index, message in enumerate(messages)]
         self._check_roles(texts, tools)
@@ -410,12 +411,12 @@ class ChatRenderer:
             context = self._encoded(_appended(done, prompt, index))
             self._check_opening(messages, prompt, whole, tools)
             answer = self._encoded(_appended(prompt, whole, index))
-        else:  # nobody samples it: its tokens are those of the text at once
+        else:  # not sampled, so context and content are encoded as one text
             head = _appended(done, self._head(messages, tools), index)
             ids = self._encoded(_appended(done, whole, index))
             pairs = zip(self._encoded(head), ids, strict=False)
             count = len(list(itertools.takewhile(lambda both: both[0] == both[1], pairs)))
-            count = count if done else max(count, 1)  # nothing would predict the first token
+            count = count if done else max(count, 1)  # the first token of a row has no context to predict it from
             context, answer = ids[:count], ids[count:]
         count = self._learned(answer)
         mask = [False] * len(context) + [True] * count + [False] * (len(answer) - count)
@@ -424,7 +425,7 @@ class ChatRenderer:
     def _check_opening(
         self, messages: Sequence[Message], prompt: str, whole: str, tools: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        """Refuse a last turn that does not begin as the generation prompt begins it, such as with an open `<think>`."""
+        """Refuse a last turn without the beginning that the generation prompt gives it, such as an open `<think>`."""
         if whole.startswith(prompt):
             return
         index = len(messages) - 1
@@ -441,7 +442,7 @@ class ChatRenderer:
         """Return the marked text up to the content of the last message.
 
         Raises:
-            TemplateError: if the template does not write its content once.
+            TemplateError: if the template does not write that content exactly once.
         """
         *before, last = messages
         text = self._marked([*before, {**last, "content": SENTINEL}], add_generation_prompt=False, tools=tools)
@@ -455,7 +456,8 @@ class ChatRenderer:
     def _joined(self, row: Rendered, turn: Rendered, *, learn: bool) -> Rendered:
         """Return a row with a further turn.
 
-        Where a template writes no end, the token with which the next turn begins is one if sampling stops at it, as with GLM-4.
+        If the template writes no end token, the first token of the next turn counts as one, provided that sampling stops at it, as with
+        GLM-4.
         """
         mask = turn.loss_mask if learn else [False] * len(turn.ids)
         if row.loss_mask and row.loss_mask[-1] and row.ids[-1] not in self.ends.sources and turn.ids:
@@ -486,7 +488,7 @@ class ChatRenderer:
         """Return the token ids of plain text and its completion, without a template. The completion and an end token are learned.
 
         Raises:
-            TemplateError: if there is nothing to learn or to predict it from, or no token ends a text.
+            TemplateError: if there is nothing to learn, nothing that its first token could be predicted from, or no end token.
         """
         context = self.encode(prompt)
         beginning = self.tokenizer.bos_token_id
@@ -524,9 +526,10 @@ class ChatRenderer:
             self._written_roles.add(role)
 
     def _learned(self, answer: list[int]) -> int:
-        """Return how many ids of a turn are learned: up to its first end token, at which sampling stops. Templates add line feeds after it.
+        """Return how many ids of a turn are learned: all up to and including its first end token, at which sampling stops.
 
-        A turn with calls may end with a token that no place names: then it is the last control token, if only white space follows.
+        Line feeds that templates add after that token are not learned. A turn with calls may end with a token that no place names as an
+        end token. Then the last control token counts as the end, if only white space follows.
         """
         end = next((place for place, token in enumerate(answer) if token in self.ends.sources), None)
         if end is None:
@@ -542,13 +545,13 @@ class ChatRenderer:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> Seam:
-        """Return what follows the assistant's last turn, as a stand-in for that turn shows it.
+        """Return what follows the assistant's last turn, found by rendering a placeholder for that turn.
 
-        A turn with calls is stood in for by the same calls, since templates write a result according to its call. Where a template
-        cannot be cut after a call, a turn of text stands in. In both cases the whole conversation must end in the same way.
+        The placeholder for a turn with calls has the same calls, since templates write a result according to its call. If the rendering
+        cannot be cut after a call, the placeholder is a turn of text. In both cases the whole conversation must end in the same way.
 
         Raises:
-            TemplateError: if no stand-in shows what the template appends.
+            TemplateError: if no placeholder shows what the template appends.
         """
         before = earlier[:-1] or [_QUESTION]
         calls = earlier[-1].get("tool_calls") if earlier else _calls_of_results(new_messages)
@@ -573,7 +576,7 @@ class ChatRenderer:
         new_messages: Sequence[Message],
         whole: str,
     ) -> Seam:
-        """Return what follows a stand-in, if the whole conversation ends with it and no tool's result is missing.
+        """Return what follows a placeholder, if the whole conversation ends in the same way and no tool's result is missing.
 
         Raises:
             TemplateError: otherwise.
@@ -603,10 +606,10 @@ class ChatRenderer:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> Seam:
-        """Return the end of a stand-in's turn and what new messages add to it.
+        """Return the end of a placeholder's turn and what new messages add to it.
 
         Raises:
-            TemplateError: if the template does not render the stand-in once, or renders it differently when messages follow.
+            TemplateError: if the template does not render the placeholder exactly once, or ends it differently when messages follow.
         """
         turn = [*before, stand_in]
         text = self._marked([*turn, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
@@ -628,7 +631,7 @@ class ChatRenderer:
         return Seam(end, addition)
 
     def _end_after_call(self, rest: str, before: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """Return what ends a turn with calls, without the end of the call, which the model has sampled.
+        """Return the text that ends a turn with calls. It does not include the end of the call itself, which the model has sampled.
 
         Args:
             rest: The text from the middle of the call to the end of the turn.
@@ -666,14 +669,14 @@ class ChatRenderer:
 
 
 def _marked_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls of a stand-in: the same tools and ids, and a sentinel as the last call's argument."""
+    """Return the calls of a placeholder: the same tools and ids, and a sentinel as the last call's argument."""
     marked = [{**call, "function": {**call["function"], "arguments": {"x": "x"}}} for call in calls]
     marked[-1]["function"]["arguments"] = {"x": SENTINEL}
     return marked
 
 
 def _marked_results(messages: Sequence[Message]) -> tuple[list[Message], dict[int, str]]:
-    """Return messages whose tools' results are marks, and the mark of each by its index."""
+    """Return the messages with a sentinel in place of each tool's result, and the sentinels by message index."""
     marks = {index: f"{RESULT_SENTINEL}{index}E" for index, message in enumerate(messages) if message["role"] == "tool"}
     marked = (
         {**message, "content": marks[index]} if index in marks else message for index, message in enumerate(messages)
@@ -682,7 +685,7 @@ def _marked_results(messages: Sequence[Message]) -> tuple[list[Message], dict[in
 
 
 def _calls_of_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the calls that the tools' results at the beginning of messages answer, as far as the results tell."""
+    """Return placeholders for the calls that the first messages, tools' results, answer: with the ids and names that the results give."""
     results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages))
     return [
         {
@@ -705,14 +708,14 @@ def _with_arguments(messages: Sequence[Message], form: Callable[[Any], Any]) -> 
 
 
 def _with_form(call: Mapping[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    if not isinstance(call.get("function"), Mapping):  # a row of training data may have it in a form of its own
+    if not isinstance(call.get("function"), Mapping):  # a row of training data may have calls in another form
         return dict(call)
     function = call["function"]
     return {**call, "function": {**function, "arguments": form(function.get("arguments"))}}
 
 
 def _as_object(arguments: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return the arguments of a call as an object. What is not the text of one stays as it is."""
+    """Return the arguments of a call as an object. Return anything that is not the text of an object unchanged."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
             parsed = json.loads(arguments or "{}")
@@ -773,7 +776,7 @@ def template_fault(template: str) -> tuple[int, str] | None:
 
 @functools.cache
 def _jinja() -> Environment:
-    """Return an environment that takes what transformers does. It renders nothing."""
+    """Return a Jinja environment that accepts the same templates as transformers. It renders nothing."""
     from jinja2 import Environment  # noqa: PLC0415  only where messages are rendered
     from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415
     from jinja2.nodes import Node  # noqa: PLC0415

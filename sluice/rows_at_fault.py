@@ -1,6 +1,6 @@
-"""How a trainer that refuses a batch says which trajectories are at fault: by their places in it.
+"""The indices of trajectories at fault, with which a trainer refuses a batch.
 
-An error carries few violations, and a batch has up to 16,384 trajectories. So the places travel beside them, as "0-15,17".
+An error carries few violations, and a batch has up to 16,384 trajectories. So the error's metadata has the indices as "0-15,17".
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ ROWS = "trajectories"
 """Key of the refusal's metadata."""
 
 _CHARACTERS = 500
-"""Most characters of the places: an error cuts longer metadata."""
+"""Most characters of the indices: an error cuts longer metadata."""
 
 _ROW = re.compile(r"trajectories\[(\d{1,9})\]")
 
 
 def rows_of(fields: Iterable[str]) -> frozenset[int]:
-    """Return the places that fields at fault name, such as ``trajectories[3].mask_runs``."""
+    """Return the indices in the names of fields at fault, such as ``trajectories[3].mask_runs``."""
     return frozenset(int(found[1]) for field in fields if (found := _ROW.match(field)))
 
 
 def ranges(rows: Iterable[int], most_characters: int = _CHARACTERS) -> str:
-    """Return numbers as "0-15,17", those that fit; a refusal that names the first ones is followed by another for the rest."""
+    """Return numbers as "0-15,17", as many as fit. Without the trajectories named first, the next refusal names the rest."""
     said: list[str] = []
     run: list[int] = []
     for each in [*sorted(rows), -1]:
@@ -38,6 +38,6 @@ def ranges(rows: Iterable[int], most_characters: int = _CHARACTERS) -> str:
 
 
 def numbers(text: str) -> Iterator[int]:
-    """Yield the numbers of `ranges`; none of a text that is something else."""
+    """Yield the numbers in a text from `ranges`; nothing for any other text."""
     for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", text):
         yield from range(int(first), min(int(last or first), MAX_TRAJECTORIES) + 1)

@@ -1,4 +1,4 @@
-"""What lies in a run's directory, how much of the disk each kind of file takes, and what bounds it."""
+"""The kinds of files in a run's directory, how much of the disk each kind takes, and what bounds it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Kind:
 
     Attributes:
         name: For people.
-        names: Patterns of what holds it, directly in the run's directory.
+        names: Patterns of the files and folders that hold it, directly in the run's directory.
         bound: What keeps it from growing, or why nothing does.
     """
 
@@ -67,17 +67,17 @@ KINDS = (
     Kind("states of the training API", ("trainings",), "bounded by tuner.limits.states of each principal"),
     Kind(OTHER, ("*",), "settings, report and plots"),
 )
-"""Every kind, the one that takes what is left last."""
+"""Every kind. The last one has all files that belong to no other kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a kind of file takes.
+    """Disk usage of a kind of file.
 
     Attributes:
         kind: The kind.
-        size_bytes: Size of its files; one with several names counts once.
-        files: How many there are.
+        size_bytes: Size of its files; a file with several names (hard links) counts once.
+        files: Number of its files.
     """
 
     kind: Kind
@@ -86,7 +86,7 @@ class Use:
 
 
 def uses(run_dir: Path, versions: Path | None = None) -> list[Use]:
-    """Return what each kind takes, the largest first; those that have no files are left out.
+    """Return the disk usage of each kind that has files, the largest first.
 
     Args:
         run_dir: The run's directory, also of a run that lives.
@@ -110,7 +110,7 @@ def uses(run_dir: Path, versions: Path | None = None) -> list[Use]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of what has this name in a run's directory."""
+    """Return the kind of the file or folder of this name in a run's directory."""
     return next(kind for kind in KINDS if any(fnmatch(name, pattern) for pattern in kind.names))
 
 
@@ -126,7 +126,7 @@ def _files(place: Path) -> Iterator[os.stat_result]:
             elif stat.S_ISREG(status.st_mode):
                 yield status
         except OSError:
-            pass  # a live run removed it, or another user's
+            pass  # a live run removed it, or it belongs to another user
         follows = False
 
 

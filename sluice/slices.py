@@ -47,8 +47,8 @@ class TensorSlice:
 def assign_slices(held: Sequence[Mapping[TensorSlice, int]]) -> list[set[TensorSlice]]:
     """Assign each slice to one of the ranks that hold it. The same on every rank.
 
-    A slice that one rank alone holds is that rank's. What several hold (replicated DTensors, plain tensors) is assigned, largest
-    first, to the holder that has least so far.
+    A slice with one holder is assigned to that rank. Slices with several holders (replicated DTensors, plain tensors) are assigned,
+    largest first, to the holder with the smallest total so far.
 
     Args:
         held: What each rank holds, by rank, with sizes in any unit.

@@ -1,4 +1,4 @@
-"""Work on an event loop: what a cancelled caller must not leave behind, and what would keep others waiting."""
+"""Work on an event loop: long computations that must give way, and work that must end even if its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from sluice.clock import CLOCK, Clock
 T = TypeVar("T")
 
 _TURN_S = 0.002
-"""CPU seconds of one turn: as many as a few callbacks of a busy loop need."""
+"""CPU seconds of one turn: about the time of a few callbacks of a busy loop."""
 
 _SHARE = 0.25
-"""Part of what the others needed that a turn may last at least: with a busy loop a computation must not wait for ever."""
+"""A turn lasts at least this fraction of the time that the other callbacks took before it, so that a computation progresses on a busy
+loop."""
 
 
 class Turn:
     """Bounds how long a long computation keeps the event loop: call `give_way` between its parts, however small they are.
 
-    Unlike in a thread the parts never run beside other callbacks, and do not compete with them for the interpreter. All times are
+    Unlike in a thread, the parts never run at the same time as other callbacks or compete with them for the interpreter. All times are
     CPU seconds of the thread, so that other processes on the machine do not make turns shorter.
     """
 
@@ -34,7 +35,7 @@ class Turn:
         self._look_at = time.monotonic() + seconds  # a cheaper clock, and never behind the other one
 
     async def give_way(self) -> None:
-        """Let everything else that is due run first, if this turn has lasted long enough."""
+        """If this turn has lasted long enough, let all other callbacks that are due run first."""
         if time.monotonic() < self._look_at:
             return
         now = time.thread_time()
@@ -48,8 +49,8 @@ class Turn:
 async def run_to_end(work: asyncio.Future[T], *, on_cancel: Callable[[], object] | None = None) -> T:
     """Return the result of work that must end before its caller does.
 
-    A cancelled caller waits until the work has ended and is cancelled then. What the work raises in that time is
-    discarded.
+    If the caller is cancelled, it waits until the work has ended, and is then cancelled. An exception that the work raises meanwhile
+    is discarded.
 
     Args:
         work: A task or a future; it is not cancelled.
@@ -65,12 +66,12 @@ async def run_to_end(work: asyncio.Future[T], *, on_cancel: Callable[[], object]
 
 
 async def settle(*work: asyncio.Future[Any], timeout_s: float | None = None, clock: Clock = CLOCK) -> bool:
-    """Wait until all work has ended, and discard the outcome, also of what ends after the timeout.
+    """Wait until all work has ended. Discard every outcome, even of work that ends after the timeout.
 
     Args:
         work: Tasks or futures; they are not cancelled.
         timeout_s: Seconds to wait; None waits until the work has ended.
-        clock: Of these seconds.
+        clock: Measures the timeout.
 
     Returns:
         Whether all work ended in time.
@@ -85,14 +86,14 @@ async def settle(*work: asyncio.Future[Any], timeout_s: float | None = None, clo
 
 
 async def first_ended(*work: asyncio.Future[Any], timeout_s: float, clock: Clock = CLOCK) -> None:
-    """Wait until one of these has ended, for so many seconds at most. None is cancelled."""
+    """Wait until any of the work has ended, at most for `timeout_s` seconds. Nothing is cancelled."""
     with contextlib.suppress(TimeoutError):
         async with clock.timeout(timeout_s):
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
 
 
 def discard_outcome(*work: asyncio.Future[Any]) -> None:
-    """Take the outcome of work that nobody waits for.
+    """Retrieve the outcome of work that nobody awaits.
 
     asyncio logs "exception was never retrieved" for a failed future whose outcome nobody takes.
     """

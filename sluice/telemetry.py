@@ -27,12 +27,12 @@ from sluice.config.secrets import hide
 from sluice.tensorboard_log import TensorBoardLog
 
 LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
-"""Where the level comes from when no config was read."""
+"""Environment variable with the level, for processes that read no settings."""
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _CHATTY = ("asyncio", "filelock", "fsspec", "grpc", "httpcore", "httpx", "matplotlib", "urllib3", "uvicorn.access")
-"""Libraries whose info lines are about themselves, not about the run."""
+"""Libraries whose info lines say nothing about the run."""
 
 log = structlog.get_logger(__name__)
 
@@ -94,7 +94,7 @@ def _shared_processors(service: str, *, terminal: bool) -> list[Processor]:
 
 
 def _renderer(*, terminal: bool, secrets: Collection[str], for_people: bool) -> list[Processor]:
-    """Tracebacks are plain: local variables may hold prompts and tokens."""
+    """Return the last processors. Tracebacks are plain, without local variables: these may hold prompts and tokens."""
 
     def without_secrets(_logger: WrappedLogger, _method: str, line: Any) -> str:  # noqa: ANN401 - the rendered text
         return hide(line, secrets)
@@ -108,7 +108,7 @@ def _renderer(*, terminal: bool, secrets: Collection[str], for_people: bool) -> 
 
 
 class FewOfAKind:
-    """Drop log lines about a problem that was shown `SHOWN` times; those that differ in their task alone are one kind."""
+    """Drop log lines about a problem that was shown `SHOWN` times. Lines that differ only in their task are about the same problem."""
 
     SHOWN = 3
 
@@ -119,7 +119,7 @@ class FewOfAKind:
         """Return the line (structlog's interface).
 
         Raises:
-            DropEvent: if its like was shown often enough.
+            DropEvent: if lines about this problem were shown `SHOWN` times.
         """
         *_, last = str(event.get("problem") or event.get("error") or "").splitlines() or [""]
         kind = (str(event["event"]), str(event.get("reason", "")), last)
@@ -135,13 +135,13 @@ _LONG = ("problem", "error", "exception")
 """Values that may have several lines."""
 
 _OF_LIBRARIES = ("vllm_process_name",)
-"""What libraries add to every record of the process."""
+"""Fields that libraries add to every record of the process."""
 
 _NOT_FOR_PEOPLE = frozenset({"event", "level", "timestamp", "service", "logger", "note", *_LONG, *_OF_LIBRARIES})
 
 
 def _sentence(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-    """Return what happened with its short values, and below it the texts of several lines."""
+    """Return the event with its short values on one line, and values of several lines below it."""
     values = ", ".join(f"{name} {value}" for name, value in event.items() if name not in _NOT_FOR_PEOPLE)
     below = [line for name in _LONG if name in event for line in str(event[name]).splitlines()]
     below += [f"({event['note']})"] if "note" in event else []
@@ -157,14 +157,14 @@ LOOP_LAG_SECONDS = Histogram(
 _LOOK_S = 0.05
 
 _LAGS_KEPT = 100_000
-"""More than an hour of them, where nobody takes them."""
+"""Lags that are kept if `take_p99_s` is not called: those of more than an hour."""
 
 
 class LoopLag:
-    """How late an event loop runs what is due: callbacks that keep it busy delay every call and every answer.
+    """Measures how late an event loop runs callbacks that are due. A callback that keeps the loop busy delays every call and answer.
 
-    The times to look are fixed in advance. A loop that stood still for a second has missed twenty of them, each by its own
-    delay, and not one.
+    The times to measure are fixed in advance. So a loop that stood still for a second counts as twenty late measurements, each with
+    its own delay, not as one.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -172,7 +172,7 @@ class LoopLag:
         self._lags: deque[float] = deque(maxlen=_LAGS_KEPT)
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Measure until cancelled."""
         due = self._clock()
         while True:
             due += _LOOK_S
@@ -182,17 +182,17 @@ class LoopLag:
             LOOP_LAG_SECONDS.observe(lag)
 
     def take_p99_s(self) -> float:
-        """Return the 99th percentile since the last call, in seconds; 0 if there was no time to look."""
+        """Return the 99th percentile of the lags since the last call, in seconds; 0 if there are none."""
         lags = sorted(self._lags)
         self._lags.clear()
         return lags[min(len(lags) - 1, int(len(lags) * 0.99))] if lags else 0.0
 
 
 class StateMetrics(Collector):
-    """Metrics that are read from the state of a service when somebody scrapes them. A context: they are served inside of it.
+    """Metrics that are read from the state of a service at each scrape. A context manager: they are served while its block runs.
 
-    A scrape comes in a thread of its own. The state is read on the event loop that was running when this was made, so that
-    nothing changes it meanwhile. If that loop does not get to it within `READ_S`, these metrics are missing from the scrape.
+    A scrape runs in a thread of its own. The state is read on the event loop that was running when this object was created, so that
+    nothing changes it meanwhile. If that loop does not read it within `READ_S`, these metrics are missing from the scrape.
 
     Args:
         read: Returns the metrics; does not wait.
@@ -213,7 +213,7 @@ class StateMetrics(Collector):
         self._registry.unregister(self)
 
     def describe(self) -> Iterable[Metric]:
-        """Name no metrics in advance: the registry would have to read them to do that."""
+        """Describe no metrics in advance: that would require reading them."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -247,12 +247,12 @@ Values: TypeAlias = float | Mapping[str, float] | Mapping[tuple[str, str], float
 
 
 def gauge(name: str, text: str, values: Values, *labels: str) -> Metric:
-    """Return a gauge with values of now."""
+    """Return a gauge with the present values."""
     return _with_values(GaugeMetricFamily(name, text, labels=labels), values)
 
 
 def counter(name: str, text: str, values: Values, *labels: str) -> Metric:
-    """Return a counter with values of now. Its samples have the suffix ``_total``."""
+    """Return a counter with the present values. Its samples have the suffix ``_total``."""
     return _with_values(CounterMetricFamily(name, text, labels=labels), values)
 
 
@@ -313,7 +313,7 @@ class MetricsWriter:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove the end of a file behind its last line, so that the next line is not written into what a kill left."""
+    """Remove an incomplete last line, which a kill left, so that the next line is not appended to it."""
     if not path.exists():
         return
     with path.open("r+b") as file:

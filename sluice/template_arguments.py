@@ -1,7 +1,7 @@
 """Arguments of the chat template, such as `enable_thinking`: in the settings, in a conversation's wire form, and as a template reads them.
 
-A template may print an argument, so that the order of keys and the form of numbers become tokens. A `google.protobuf.Struct` keeps
-neither. Therefore the arguments also travel as JSON text.
+A template may print an argument, so that the order of keys and the form of numbers determine tokens. A `google.protobuf.Struct`
+preserves neither. Therefore the arguments are also sent as JSON text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def template_arguments(conversation: tokens_pb2.Conversation) -> dict[str, Any]:
     """Return the template arguments of a conversation.
 
     Raises:
-        ValueError: if the text is not a JSON object, or a number is not one of JSON.
+        ValueError: if the text is not a JSON object, or has a number that JSON does not allow.
     """
     if conversation.HasField("template_arguments_json"):
         return json_object(conversation.template_arguments_json, "template_arguments_json")

@@ -1,7 +1,7 @@
 """What a run shows in TensorBoard: curves with descriptions, a layout in sections, its settings, some of its texts. Without torch.
 
-The layout and the settings stand once at the beginning of the first file: TensorBoard takes one value of them, so a process
-that continues a run writes neither again.
+The layout and the settings are written once, at the beginning of the first file. TensorBoard uses only one value of each, so a process
+that continues a run does not write them again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
 DIRECTORY = "tensorboard"
-"""In the run's directory. Below it lies one directory with the run's name: TensorBoard shows it as the name of the curves."""
+"""Folder in the run's directory. It has one folder with the run's name, which TensorBoard shows as the name of the curves."""
 
 SAMPLES = 5
 """Samples that one text shows."""
@@ -28,15 +28,15 @@ _SAMPLES_EVERY = 25
 """Steps from one text to the next."""
 
 _MOST_CHARACTERS = 4000
-"""Of a prompt or a completion that a text shows; what lies between beginning and end is left out."""
+"""Most characters that are shown of a prompt or a completion. The middle of a longer one is left out."""
 
 _MOST_SETTING = 80
-"""Characters of a setting that is a text. Of longer ones, such as paths, the end is shown."""
+"""Most characters that are shown of a setting that is a text. Only the end of a longer one, such as a path, is shown."""
 
 _PLAIN = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) != "\n"} | {
     ord(each): f"&#{ord(each)};" for each in f"{string.punctuation}\t"
 }
-"""What stands for a control character, for punctuation, and for a tab, which Markdown would make spaces of."""
+"""Replacements of control characters, punctuation, and tabs, which Markdown would turn into spaces."""
 
 SETTINGS = (
     "model",
@@ -67,7 +67,7 @@ SETTINGS = (
     "rollout.engine",
     "rollout.dtype",
 )
-"""Settings by which runs are compared: the columns of TensorBoard's table of runs, where the run has them."""
+"""Settings by which runs are compared: the columns of TensorBoard's table of runs. A run shows those that it has."""
 
 _RESULTS = ("reward/mean", "eval/reward_mean", "eval/greedy_reward_mean", "time/step_s")
 """Metrics that stand beside the settings in that table."""
@@ -82,7 +82,7 @@ class TensorBoardLog:
     """
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - slow to import, as the others here
+        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - slow to import, as the imports below
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # noqa: PLC0415
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415
 
@@ -128,7 +128,7 @@ class TensorBoardLog:
         self._events.close()
 
     def _description(self, name: str) -> SummaryMetadata:
-        """Return the metadata of a curve: TensorBoard shows them beside its title."""
+        """Return the metadata of a curve with its description, which TensorBoard shows next to the title."""
         from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR  # noqa: PLC0415
 
         metric = find(name)
@@ -147,7 +147,7 @@ def shows_samples(step: int) -> bool:
 
 
 def spread(rewards: Sequence[float | None]) -> list[int]:
-    """Return the places of `SAMPLES` samples, or fewer if there are not so many, evenly from the worst to the best reward.
+    """Return the indices of `SAMPLES` samples (of all if there are fewer), evenly spread from the worst to the best reward.
 
     Samples without a reward are taken only if none has one.
     """
@@ -176,15 +176,15 @@ def sample_text(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _number(value: object) -> str:
-    """Return a number for people. Anything else, such as advantages by token, is not shown."""
+    """Format a number for people. Return a dash for anything else, such as advantages by token."""
     return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
 def _block(text: str) -> str:
-    """Return a block that shows a text of a model as it is, and that no text can end.
+    """Return a block that shows a model's text unchanged. No text can end the block.
 
-    Every character that means something in HTML or Markdown is written as a number: TensorBoard looks for fences before it
-    looks for HTML.
+    Every character with a meaning in HTML or Markdown is written as a numeric entity, because TensorBoard parses Markdown fences before
+    HTML.
     """
     if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
@@ -264,7 +264,7 @@ def _settings_values(settings: Mapping[str, Any], time_s: float) -> list[Summary
 
 
 def chosen_settings(settings: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """Return those of `SETTINGS` that the run has, with dots between the parts of a name; unset ones are left out."""
+    """Return the values of the `SETTINGS` that the run has, by dotted names. Unset settings are left out."""
     chosen: dict[str, bool | float | str] = {}
     for name in SETTINGS:
         value: Any = settings
@@ -298,7 +298,7 @@ def _tensor_value(tag: str, metadata: SummaryMetadata, content: bytes) -> Summar
 
 
 def _has_layout(path: Path) -> bool:
-    """Return whether an event file begins with a layout. The first event of a file is its version."""
+    """Return whether an event file begins with a layout, after the first event, which is the file's version."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # noqa: PLC0415
     from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG  # noqa: PLC0415
 

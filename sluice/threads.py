@@ -1,7 +1,7 @@
 """Threads for functions that may hang: code of environments, chat templates of models, writes to a disk.
 
-The interpreter waits at its exit for the threads of an executor. The threads here are daemons: a hung one does not keep the
-process from ending.
+At its exit the interpreter waits for the threads of an executor. The threads here are daemons: a hung thread does not keep the process
+from ending.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sluice.clock import CLOCK, Clock
 T = TypeVar("T")
 
 Calls: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
-"""What a thread still has to call, one after the other; None ends it."""
+"""The calls that a thread still has to make, in order; None ends the thread."""
 
 
 class CallHungError(TimeoutError):
-    """A call did not end by its deadline. Its thread is left to itself."""
+    """A call did not end by its deadline. Its thread is abandoned."""
 
 
 class TooManyHungError(Exception):
@@ -45,7 +45,7 @@ class SerialThread:
         self._thread.start()
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:  # noqa: ANN401 - those of any function
-        """Call a function in the thread, after those before it.
+        """Call a function in the thread, after the calls that were submitted before.
 
         Raises:
             RuntimeError: after `end`.
@@ -68,7 +68,7 @@ class SerialThread:
         return asyncio.wrap_future(answer)
 
     def end(self) -> None:
-        """End the thread after the calls before. Does not wait."""
+        """End the thread after the calls that were submitted before. Does not wait."""
         self._ended = True
         self._calls.put(None)
 
@@ -79,18 +79,18 @@ class SerialThread:
 class DeadlineThreads:
     """Run functions in threads of their own; use it from one event loop.
 
-    A thread cannot be killed. One that misses its deadline is left to itself and another takes its place, so that calls that
-    hang stop neither the others nor what else needs threads, such as the resolver. A thread whose call has ended takes a later one.
+    A thread cannot be killed. If a call misses its deadline, its thread is abandoned and another thread takes its place. So hung calls
+    block neither later calls nor other users of threads, such as the resolver. A thread whose call has ended is used again.
 
     Args:
-        threads: Calls that run at a time; further ones wait.
+        threads: Calls that run at the same time; further calls wait.
         deadline_s: Seconds that one call may run.
-        most_hung: Calls that may hang at a time before further ones are refused.
-        clock: The time of the deadline.
+        most_hung: While this many calls hang, further calls are refused.
+        clock: Measures the deadline.
 
     Attributes:
         hung: Calls that missed their deadline so far.
-        hanging: Calls without a caller whose threads have not ended yet.
+        hanging: Calls that nobody awaits any more and that have not ended yet.
     """
 
     def __init__(self, name: str, threads: int, deadline_s: float, most_hung: int, clock: Clock = CLOCK) -> None:
@@ -127,7 +127,7 @@ class DeadlineThreads:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         call = contextvars.copy_context().run
-        # The caller leaves by its deadline, or because it is cancelled itself: either cancels the future.
+        # The future is cancelled if the deadline passes or the caller is cancelled.
         answer.add_done_callback(lambda done: self._left(done, +1))
 
         def work() -> None:
@@ -141,7 +141,7 @@ class DeadlineThreads:
                 error = RuntimeError(f"the {self._name} raised {raised!r}")
             try:
                 loop.call_soon_threadsafe(self._deliver, thread, answer, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, so nobody awaits the answer
                 thread.put(None)
 
         thread = self._free.pop() if self._free else self._new_thread()
@@ -176,10 +176,10 @@ class DeadlineThreads:
 
 
 def _run_all(calls: Calls) -> None:
-    """Make the calls of a queue until it gives None."""
+    """Make the calls of a queue until None comes."""
     while (call := calls.get()) is not None:
         call()
-        del call  # what it answered is the caller's to keep
+        del call  # so that this thread keeps no reference to the answer
 
 
 def _end_all(threads: list[Calls]) -> None:

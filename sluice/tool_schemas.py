@@ -1,7 +1,7 @@
 """Tools in the form of the contracts, and as chat templates read them.
 
-A template may print a schema as JSON, so that the order of keys and the form of numbers become tokens. A `google.protobuf.Struct`
-keeps neither. Therefore the schema also travels as JSON text.
+A template may print a schema as JSON, so that the order of keys and the form of numbers determine tokens. A `google.protobuf.Struct`
+preserves neither. Therefore the schema is also sent as JSON text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tool_message(name: str, description: str | None, parameters: Mapping[str, An
 
 
 def tool_dict(tool: tokens_pb2.Tool) -> dict[str, Any]:
-    """Return a tool in the form that chat templates read. What the tool does not have is absent.
+    """Return a tool in the form that chat templates read. Fields that the tool does not have are absent.
 
     Raises:
         ValueError: if its schema is not a JSON object.
@@ -48,14 +48,14 @@ def tool_dict(tool: tokens_pb2.Tool) -> dict[str, Any]:
 
 
 def json_object(text: str, what: str) -> dict[str, Any]:
-    """Return the JSON object that a text is.
+    """Parse a text as a JSON object.
 
     Args:
         text: The text.
         what: Names it in the error.
 
     Raises:
-        ValueError: if it is not a JSON object, or has a number that a double does not hold.
+        ValueError: if it is not a JSON object, or has a number that a double cannot represent.
     """
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
@@ -64,7 +64,7 @@ def json_object(text: str, what: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{what} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is not a JSON object")  # noqa: TRY004 - one kind
+        raise ValueError(f"{what} is not a JSON object")  # noqa: TRY004 - the same type for all mistakes
     return value
 
 
@@ -76,7 +76,7 @@ def _finite(text: str) -> float:
 
 
 def _sorted(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return JSON with sorted keys, since a Struct has its keys in any order."""
+    """Return JSON with sorted keys, since the keys of a Struct have no order."""
     match value:
         case dict():
             return {key: _sorted(value[key]) for key in sorted(value)}

@@ -1,4 +1,4 @@
-"""`sluice.train`: a run from a script. It starts the services, waits for the end, and returns what came of it."""
+"""`sluice.train`: a run from a script. It starts the services, waits for the end, and returns the result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sluice.supervise.log_records import original
 from sluice.supervise.restart_policy import EXIT_CONFIG
 
 _SAYS = "sluice: "
-"""What stands before the message of a command that refuses its settings."""
+"""Prefix of the message of a command that refuses its settings."""
 
 _LINES_KEPT = 50
-"""Last lines of an output in which that message is looked for."""
+"""Number of last lines of an output to search for that message."""
 
 _COPY_S = 5.0
-"""Seconds to copy the end of a run's output; a process that the run left behind may keep it open."""
+"""Seconds to copy the end of a run's output. The wait is bounded because a process that the run left behind may keep the output open."""
 
 Reward: TypeAlias = "Callable[..., Sequence[float | None]] | str"
 
@@ -43,7 +43,7 @@ class TrainedRun:
     """A run that reached its end.
 
     Attributes:
-        directory: Holds everything of it.
+        directory: The run's directory, with all of its files.
         model: The trained weights, a Hugging Face directory.
         report: What `sluice report` summarises.
         metrics: One mapping for each step.
@@ -80,9 +80,9 @@ def train(
         dataset: Rows with a column `prompt`, which is a text or messages: a JSONL or Parquet file, a directory, a hub id, or the rows
             themselves, such as a `Dataset` or a list.
         reward_funcs: One or several functions as TRL's GRPOTrainer takes them: they get `prompts`, `completions` and each other column
-            as a list, and return a number or None for each completion. They run in processes of their own, which read the file
-            that defines them up to the call of this function: what they need must stand above it.
-        reward_weights: What each is multiplied by before they are added.
+            as a list, and return a number or None for each completion. They run in processes of their own. These execute the file
+            that defines the functions only up to the call of `train`, so everything that the functions need must stand above it.
+        reward_weights: Factor of each reward in their sum.
         environment_factory: Class whose public methods are tools, as TRL takes it.
         environment: Any other environment, as `orchestrator.environment`.
         environment_args: Its keyword arguments.
@@ -96,7 +96,7 @@ def train(
         KeyboardInterrupt: on Ctrl-C; the run can be continued with ``settings={"resume": True}``.
     """
     if os.environ.get(STARTED_BY):
-        raise ScriptEndedError  # a process of the environment reads the script: it has what it needs
+        raise ScriptEndedError  # a process of the environment executes the script, and needs only the definitions above this call
     output = Path(output_dir)
     if environment and (dataset or reward_funcs or environment_factory):
         raise ConfigError(
@@ -133,7 +133,7 @@ def train(
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            process.wait()  # Ctrl-C reaches it too: it ends the services, then itself
+            process.wait()  # the child gets Ctrl-C, too: it ends the services, then itself
             raise
         copying.join(_COPY_S)
     directory = output / run
@@ -146,21 +146,21 @@ def train(
 
 
 def _copy(lines: IO[str] | None, kept: deque[str]) -> None:
-    """Copy what a run writes to standard error to that of this process, and keep the last lines."""
+    """Copy a run's standard error to the standard error of this process, and keep the last lines."""
     for line in lines or ():
         kept.append(line)
         sys.stderr.write(line)
 
 
 def _refusal(lines: Iterable[str]) -> str:
-    """Return the message of a command, or of a service, that ends with it; empty without one."""
+    """Return the last error message in the output of a command or service; empty if there is none."""
     text = "".join(lines)
     place = max(text.rfind(f"\n{_SAYS}"), 0 if text.startswith(_SAYS) else -1)
     return "" if place < 0 else text[place:].strip().removeprefix(_SAYS)
 
 
 def _reason_in(directory: Path, since: float) -> str:
-    """Return why a run failed, as its report or the log of a service has it; empty if neither does. Older files say nothing."""
+    """Return why a run failed, from its report or the log of a service; empty if neither says. Files older than `since` are ignored."""
     try:
         report = directory / "report.json"
         is_new = report.is_file() and report.stat().st_mtime >= since
@@ -177,10 +177,10 @@ def _reason_in(directory: Path, since: float) -> str:
 
 
 def _location(thing: Any) -> str:  # noqa: ANN401 - a function, a class, or where one is
-    """Return where another process finds a function or class.
+    """Return the location by which another process finds a function or class.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if another process cannot find it.
     """
     if isinstance(thing, str):
         return thing

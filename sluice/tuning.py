@@ -9,7 +9,8 @@
         print(await step)
 
 Each call sends an operation and returns a `Pending`, which gives the result when it is awaited. Operations take effect in the order of the
-calls, whoever waits for what; a call waits while `MOST_AHEAD` operations before it have not ended. A call that could not be delivered is repeated, and takes effect once.
+calls, in whatever order their results are awaited. A call waits while `MOST_AHEAD` earlier operations have not ended. A call that could not
+be delivered is retried, and takes effect once.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ PATIENCE_S = 120.0
 """Seconds for which a call is repeated while the service cannot be reached."""
 
 MOST_AHEAD = 48
-"""Operations that are sent before the first of them has ended; the service takes 64."""
+"""Operations that may be sent before the first of them has ended. The service accepts 64."""
 
 WAIT_S = 30.0
-"""Seconds that one call waits for a result; it is then asked for again."""
+"""Seconds that one call waits for a result. Then another call asks for it."""
 
 _AGAIN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
-"""Codes after which a call is made again. RESOURCE_EXHAUSTED says when."""
+"""Status codes after which a call is retried. An error with RESOURCE_EXHAUSTED says when."""
 
 _Result = TypeVar("_Result")
 _Answer = TypeVar("_Answer")
 
 
 class Pending(Generic[_Result]):
-    """The result of an operation, which may still run. Await it, also more than once.
+    """The result of an operation, which may still run. It may be awaited more than once.
 
-    Awaiting raises SluiceError: what the operation failed with; DEADLINE_EXCEEDED after `timeout_s`, while the operation continues.
+    Awaiting raises the SluiceError that the operation failed with, or DEADLINE_EXCEEDED after `timeout_s`; the operation then continues.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Training:
             rows: At most 4 MiB of them.
             objective: A name of the table of objectives, such as ``grpo`` or ``sft``.
             parameters: Its settings, such as ``{"eps_high": 0.28}``.
-            divisor: What the summed loss is divided by; None: what the objective divides these rows by.
+            divisor: Divisor of the summed loss. None: the objective's own divisor for these rows.
         """
         request = training_pb2.ForwardBackwardRequest(
             trajectories=rows, objective=objective, parameters=parameters or {}, divisor=divisor
@@ -108,29 +109,29 @@ class Training:
         return await self._send(self._stub.OptimStep, request, lambda each: each.optim_step)
 
     async def save(self, state: str) -> Pending[training_pb2.StateResult]:
-        """Save adapter and optimizer under a name, in place of what had it."""
+        """Save adapter and optimizer under a name. An earlier state of that name is replaced."""
         request = training_pb2.SaveStateRequest(state=state)
         return await self._send(self._stub.SaveState, request, lambda each: each.state)
 
     async def load(self, state: str) -> Pending[training_pb2.StateResult]:
-        """Take adapter and optimizer of a saved state."""
+        """Restore adapter and optimizer from a saved state."""
         request = training_pb2.LoadStateRequest(state=state)
         return await self._send(self._stub.LoadState, request, lambda each: each.state)
 
     async def sample(
         self, prompt: Prompt, sampling: tokens_pb2.SamplingParams | None = None, *, n: int = 1, timeout_s: float = 600.0
     ) -> Pending[rollout_pb2.GenerateResponse]:
-        """Sample `n` continuations from the adapter as the operations before left it."""
+        """Sample `n` continuations from the adapter in its state after all earlier operations."""
         inner = generate_request(prompt, sampling, n, "")
         inner.return_text = True
         request = training_pb2.SampleRequest(request=inner)
         return await self._send(self._stub.Sample, request, lambda each: each.sample.response, timeout_s)
 
     async def wait(self, sequence_no: int, timeout_s: float) -> training_pb2.Operation:
-        """Return an operation when it has ended.
+        """Wait until an operation has ended, and return it.
 
         Raises:
-            SluiceError: DEADLINE_EXCEEDED; as WaitOperation.
+            SluiceError: DEADLINE_EXCEEDED after `timeout_s`; otherwise as for WaitOperation.
         """
         until = time.monotonic() + timeout_s
         while True:
@@ -148,7 +149,7 @@ class Training:
                 )
 
     async def delete(self) -> None:
-        """Delete it; saved states stay."""
+        """Delete the training; its saved states stay."""
         request = training_pb2.DeleteTrainingRequest(training=self.name)
         await _patiently(lambda: self._stub.DeleteTraining(request, timeout=CALL_S))
 
@@ -163,7 +164,7 @@ class Training:
         timeout_s: float = 3600.0,
     ) -> Pending[_Result]:
         number = self._next
-        self._next += 1  # before anything is awaited: calls keep their order
+        self._next += 1  # before the first await, so that operations keep the order of the calls
         request.place.CopyFrom(self._place(number))
         if number > MOST_AHEAD:
             await self.wait(number - MOST_AHEAD, timeout_s)
@@ -195,7 +196,7 @@ class Tuning:
         Args:
             run: Name of the service's run.
             seed: Decides the initial factors.
-            name: Makes the call idempotent; chosen if it is empty.
+            name: Name of the training; it makes the call idempotent. If it is empty, a name is chosen.
         """
         request = training_pb2.CreateTrainingRequest(run=f"runs/{run}", request_id=name or uuid.uuid4().hex, seed=seed)
         created = await _patiently(lambda: self._stub.CreateTraining(request, timeout=CALL_S))
@@ -213,10 +214,10 @@ def row(
     """Return a sample as a row for `Training.forward_backward`: its prompt is not trained, each sampled token is.
 
     Args:
-        response: What `Training.sample` gave.
-        index: Which of its samples.
-        advantage: Of each of its tokens.
-        temperature: With which it was sampled.
+        response: Result of `Training.sample`.
+        index: Index of the sample in it.
+        advantage: Advantage of each of its tokens.
+        temperature: Temperature at which it was sampled.
     """
     sample, prompt = response.samples[index], response.prompt_token_ids
     return tokens_pb2.Trajectory(
@@ -247,7 +248,7 @@ def demonstration(prompt: Sequence[int], completion: Sequence[int]) -> tokens_pb
 
 
 async def _patiently(call: Callable[[], Awaitable[_Answer]]) -> _Answer:
-    """Make a call, again and again while the service cannot be reached; every call here is idempotent."""
+    """Make a call, and retry it while the service cannot be reached. Every call here is idempotent."""
     until, backoff = time.monotonic() + PATIENCE_S, Backoff(first_s=0.1, longest_s=2.0)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Policy versions: how one descends from another, and which of them sampled the tokens of a sample."""
+"""Policy versions: how they descend from each other, and which versions sampled the tokens of a sample."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ ENDLESS = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The version that each epoch began from: versions form a tree, and the present weights end one of its paths.
+    """The version that each epoch began from. Versions form a tree; the present weights are the end of one of its paths.
 
-    The staleness of a token is its distance in that tree from the weights that it is trained with. Within one line that is
-    `now - v`; for a version v that a restart from checkpoint c retired it is `(v - c) + (now - c)`. An unknown epoch counts
-    as begun from the base model, which never makes a token younger than it is.
+    The staleness of a token is the distance in that tree between the version that sampled it and the version that it is trained with.
+    If the version v that sampled it is an ancestor, that is `now - v`. If a restart from checkpoint c retired v, it is
+    `(v - c) + (now - c)`. An unknown epoch counts as begun from the base model: this never underestimates staleness.
 
     Attributes:
-        origins: Version by epoch; always of an older epoch.
+        origins: By epoch, the version that the epoch began from. That version always belongs to an older epoch.
     """
 
     origins: Mapping[int, Version] = field(default_factory=lambda: MappingProxyType({}))
@@ -77,18 +77,18 @@ class Lineage:
         """Return the lineage with one more epoch.
 
         Raises:
-            ValueError: if the origin is not of an older epoch.
+            ValueError: if the origin does not belong to an older epoch.
         """
         if origin.epoch >= epoch:
             raise ValueError(f"epoch {epoch} cannot begin from version {origin}, which is not older")
         return type(self)(MappingProxyType({**self.origins, epoch: origin}))
 
     def merged(self, other: Self) -> Self:
-        """Return the epochs of both lineages; where they differ, those of `other`."""
+        """Return the epochs of both lineages. If both have an epoch, that of `other` counts."""
         return type(self)(MappingProxyType({**self.origins, **other.origins}))
 
     def staleness(self, token: Version, now: Version) -> int:
-        """Return the versions between the one that sampled a token and the one that is trained."""
+        """Return the distance between the version that sampled a token and the version `now` that is trained."""
         fork = self._fork(token, now)
         return (token.number - fork) + (now.number - fork)
 
@@ -97,14 +97,14 @@ class Lineage:
         return self._fork(version, now) < version.number
 
     def number(self, version: Version) -> int:
-        """Return the number that a version counts as in the newest epoch, in which `now - number` is its staleness.
+        """Return the number for which `now - number` is the version's staleness, for any `now` of the newest epoch.
 
-        Below its own, even below zero, where the version is retired.
+        For a retired version this is smaller than its own number, and may be negative.
         """
         return 2 * self._fork(version, Version(self.newest_epoch, ENDLESS)) - version.number
 
     def _fork(self, one: Version, other: Version) -> int:
-        """Return the number of the newest version that both build upon."""
+        """Return the number of the newest common ancestor of two versions."""
         path = self._path(one)
         for epoch, number in self._path(other).items():
             if epoch in path:
@@ -112,7 +112,7 @@ class Lineage:
         return 0
 
     def _path(self, version: Version) -> dict[int, int]:
-        """Return, newest first, each epoch on the way back to the base model and the number at which the way leaves it."""
+        """Return the epochs on the path back to the base model, newest first, each with the number of the last version on the path."""
         path = {}
         while version.epoch > 0:
             path[version.epoch] = version.number
@@ -144,11 +144,11 @@ class VersionSpan(NamedTuple):
 
 def spans_between(spans: Sequence[VersionSpan], first: int, end: int) -> list[VersionSpan]:
     """Return the spans of the tokens from `first` to `end` (exclusive), with their starts still counted from token 0."""
-    spans = list(spans)  # an engine's thread may append to it meanwhile
+    spans = list(spans)  # an engine's thread may append to the list meanwhile
     stops = [span.start for span in spans[1:]] + [end]
     return [
         VersionSpan(max(span.start, first), span.version)
-        for span, stop in zip(spans, stops, strict=False)  # before the first token there is no span, but a stop
+        for span, stop in zip(spans, stops, strict=False)  # without spans there is still one stop
         if max(span.start, first) < min(stop, end)
     ]
 
@@ -166,8 +166,8 @@ def append_spans(
 
     Args:
         spans: Spans so far; changed in place.
-        more: Spans of the tokens that follow, counted from the first of them.
-        offset: Number of tokens before them.
+        more: Spans of the tokens that follow, with starts counted from the first of these tokens.
+        offset: Number of earlier tokens.
     """
     for span in more:
         if not spans or spans[-1].policy_version != span.policy_version:
