@@ -79,7 +79,7 @@ def newest(versions: Versions) -> Version | None:
 
 
 def retired(versions: Versions) -> set[Version]:
-    """Return the versions of older epochs whose numbers are not below the first number of the newest epoch: a resumed trainer replaced them."""
+    """Return the versions of older epochs with numbers above the first of the newest epoch: the resumed trainer replaces them."""
     latest = newest(versions)
     if latest is None:
         return set()

@@ -1,8 +1,8 @@
 """Makes the dense form of each run's newest version in the background, one at a time, beside commits and pulls.
 
-A dense form is an older one, copied, with deltas applied tensor by tensor. It needs room for a second copy of the model, which
-is reserved before. Memory holds no more than the slice at hand; the kernel writes the rest out. Each tensor is hashed while it
-is in the cache.
+A dense form is made by copying an older one and applying deltas tensor by tensor. It needs room on the disk for a second copy of
+the model, which is reserved first. Memory holds no more than the current slice; the kernel writes the rest out. Each tensor is
+hashed while it is in the cache.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _MOST_FILES = 256
 """Delta files that are mapped at once; a longer chain is taken in several passes. Far below the usual limit of 1024."""
 
 _STOP_S = 30.0
-"""Seconds to wait for a build to stop: it looks after each tensor, so a disk that takes longer does not answer."""
+"""Seconds to wait for a build to stop. It checks after each tensor, so if this takes longer, the disk does not respond."""
 
 _NICENESS = 10
-"""The thread gives way to those that serve."""
+"""Niceness of the thread, so that serving threads have priority."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -65,7 +65,7 @@ class DamagedDeltaError(Exception):
 
 
 class StoppedError(Exception):
-    """The work was given up because its caller asked for that."""
+    """The work was stopped because its caller asked for that."""
 
 
 class DenseForms:
@@ -73,10 +73,10 @@ class DenseForms:
 
     Args:
         reserve: Reserves room on the disk, in bytes, for as long as a block lasts; raises `SluiceError` if the disk is full.
-        ended: Called after each attempt: versions that it held may be removed now.
+        ended: Called after each attempt, because versions that the attempt held may be removed now.
         delay_s: Seconds from a commit until its dense form is begun.
         retry_s: Seconds after which a failed attempt is repeated.
-        clock: Decides when both are over.
+        clock: Decides when these seconds are over.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class DenseForms:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-dense", initializer=_give_way)
 
     def wake(self, run: Run) -> None:
-        """See that the run's newest version gets a dense form."""
+        """Start making a dense form of the run's newest version, unless it has one."""
         if run.name not in self._tasks and next_dense(run.ledger.committed) is not None:
             self._tasks[run.name] = asyncio.create_task(self._follow(run))
 
     async def stop_builds(self) -> bool:
-        """Give up what is under construction, so that its room is free; it is tried again later.
+        """Stop the dense forms under construction, so that their room is free. They are tried again later.
 
-        Return whether there was something, and it ended in time.
+        Return whether there were any, and all ended in time.
         """
         builds = [build for build in self._builds.values() if build.has_room]
         for build in builds:
@@ -141,7 +141,7 @@ class DenseForms:
             del self._tasks[run.name]
 
     async def _make(self, run: Run, path: list[VersionForm]) -> bool:
-        """Make one dense form; return whether it was made, or a damaged delta makes that impossible."""
+        """Make one dense form. Return whether the attempt is finished: the form was made, or a damaged delta makes that impossible."""
         forms = [run.versions[step.version].forms[step.form] for step in path]
         source, deltas = forms[0], _limited(forms[1:])
         build = self._builds[run.name] = _Build(source, deltas)
@@ -173,7 +173,7 @@ class DenseForms:
                 run.add_dense(version, await run_to_end(working, on_cancel=build.stop.set))
         except DamagedDeltaError as error:
             run.ledger.mark_damaged(error.version)
-            log.error(  # noqa: TRY400 - where it was found says nothing, the version does
+            log.error(  # noqa: TRY400 - the version helps, a traceback does not
                 "a delta gives other bytes than announced, or NaN; replicas fall back to an older version",
                 run=run.name,
                 version=str(error.version),
@@ -203,7 +203,7 @@ class DenseForms:
 
 @dataclass(eq=False, slots=True)
 class _Build:
-    """One dense form under construction: an older dense form, the deltas to apply to it, and how far it is."""
+    """One dense form under construction: an older dense form, the deltas to apply to it, and the progress."""
 
     source: StoredForm
     deltas: list[StoredForm]
@@ -213,7 +213,7 @@ class _Build:
 
 
 def _limited(deltas: list[StoredForm]) -> list[StoredForm]:
-    """Return as many deltas, from the first on, as may be open at once; at least one."""
+    """Return the first deltas, as many as may be open at once, but at least one."""
     files, count = 0, 0
     for delta in deltas:
         files += len(delta.files)
@@ -224,7 +224,7 @@ def _limited(deltas: list[StoredForm]) -> list[StoredForm]:
 
 
 def _give_way() -> None:
-    with contextlib.suppress(OSError):  # sandboxes forbid it; a thread that fails to start would end all work here
+    with contextlib.suppress(OSError):  # sandboxes forbid it, and a failing initializer would disable this pool
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
@@ -235,12 +235,12 @@ def apply_deltas(
 
     Args:
         source: The dense form to start from.
-        deltas: What to apply, oldest first; at least one.
+        deltas: The deltas to apply, oldest first; at least one.
         building: An empty directory; its files are on the disk when this returns.
         stop: Ends the work early, by StoppedError.
 
     Raises:
-        DamagedDeltaError: if the bytes are not those that a delta's manifest describes, or not finite.
+        DamagedDeltaError: if the bytes differ from a delta's manifest, or a value is not finite.
     """
     patches = _read_patches(deltas)
     files = source.files
@@ -255,7 +255,7 @@ def apply_deltas(
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """What the delta to `version` does to one slice: its encoded bytes, None if the slice is unchanged."""
+    """One slice in the delta to `version`: its encoded bytes, or None if the slice is unchanged."""
 
     version: Version
     slice: pb.TensorSlice
@@ -263,7 +263,7 @@ class _Patch:
 
 
 def _read_patches(deltas: Sequence[StoredForm]) -> Mapping[str, list[_Patch]]:
-    """Return what the deltas do to each tensor, in order."""
+    """Return the patches that the deltas apply to each tensor, in order."""
     patches: defaultdict[str, list[_Patch]] = defaultdict(list)
     for delta in deltas:
         version, files = Version.from_proto(delta.manifest.version), delta.files

@@ -165,7 +165,7 @@ class Ledger:
             self.committed[version] = replace(self.committed[version], damaged=True)
 
     def retired(self) -> set[Version]:
-        """Return the versions that a resumed trainer replaced."""
+        """Return the versions that a resumed trainer replaces; see `chain.retired`."""
         return chain.retired(self.committed)
 
     def report(

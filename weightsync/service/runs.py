@@ -31,7 +31,7 @@ from weightsync.service.store import RunStore, StoredForm, StoredVersion, form_o
 from weightsync.service.upload import FAILURES, RETRY_AFTER_S, Upload, complete_manifest, translated
 
 RELAY_PREFIX = "relay:"
-"""Names of relays begin with it, and no others: a replica that reports under such a name has to be allowed to."""
+"""Prefix of all relays' names, and of no other names. Reporting under such a name needs permission."""
 
 _INCOMING_TTL_S = 600.0
 """Seconds after its last chunk until an upload that was not committed is dropped."""
@@ -42,7 +42,7 @@ _IO_THREADS = 8
 _MOST_ERROR_CHARACTERS = 2000
 
 _USELESS_UPLOADS = {"BASE_UNKNOWN", "BASE_DAMAGED", "NON_FINITE", "DIGEST"}
-"""Refusals after which nothing that was pushed of the version can be committed."""
+"""Refusals after which the pushed shards of the version can never be committed."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,11 +55,11 @@ class Run:
 
     Attributes:
         uploads: Shards that are being pushed, by version and name.
-        commit_lock: Commits are made one at a time.
-        committing: The version whose commit is under way.
-        changed: Set when a version becomes visible; another event takes its place then.
+        commit_lock: Held during a commit, so that there is one at a time.
+        committing: The version whose commit is in progress.
+        changed: Set when a version becomes visible, and then replaced by a new event.
         watchers: WatchVersions streams of this run.
-        reserved_bytes: Sizes of the files that are being made: a dense form of deltas, whole tensors of slices.
+        reserved_bytes: Sizes of the files that are being made: a dense form from deltas, or whole tensors from slices.
     """
 
     def __init__(self, name: str, ledger: Ledger, store: RunStore) -> None:
@@ -75,10 +75,10 @@ class Run:
         self.reserved_bytes = 0
         self._reports: dict[str, pb.ReportVersionRequest] = {}
         self._relays: set[str] = set()
-        """Names of those that reported an address as a relay."""
+        """Names of the replicas that reported an address as a relay."""
 
     def restore(self, found: list[StoredVersion]) -> None:
-        """Take up what was found on disk."""
+        """Add the versions that were found on disk."""
         for stored in found:
             self.versions[stored.version] = stored
             self.ledger.restore(stored.version, stored.describe())
@@ -101,7 +101,7 @@ class Run:
         self.versions[version] = self.versions[version].without_dense()
 
     def find(self, version: Version | None) -> StoredVersion:
-        """Return a visible version, None: the newest; raise SluiceError NOT_FOUND."""
+        """Return a visible version, or the newest one for None; raise SluiceError NOT_FOUND."""
         wanted = self.ledger.newest if version is None else version
         if wanted is None:
             raise SluiceError.not_found(
@@ -121,12 +121,12 @@ class Run:
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes of visible versions, of the uploads as announced, and of what is being made."""
+        """Return the bytes of visible versions, of uploads (as announced), and of the files that are being made."""
         uploads = sum(upload.size for upload in self.uploads.values())
         return self.ledger.bytes_committed + uploads + self.reserved_bytes
 
     def report(self, request: pb.ReportVersionRequest, now: float, lease_s: float) -> None:
-        """Renew a replica's lease; what it reports replaces what it reported before."""
+        """Renew a replica's lease. The report replaces the replica's previous report."""
         about = Version.from_proto(request.version)
         serving = Version.from_proto(request.serving) if request.HasField("serving") else None
         self.ledger.report(
@@ -169,7 +169,7 @@ class Run:
         return rows
 
     def describe_relays(self, now: float) -> list[pb.WeightSource]:
-        """Return the live relays, which give the same versions out again, in the order of their names."""
+        """Return the live relays, which serve the same versions, in the order of their names."""
         found = []
         for name in sorted(self._relays):
             lease, report = self.ledger.lease(name, now), self._reports.get(name)
@@ -187,8 +187,8 @@ class Upstream(Protocol):
     """Where the versions of a relay come from. Only `has` waits.
 
     Attributes:
-        target: What messages call the service that versions are pushed to.
-        continues_files: Whether it can continue files that came in partly before the service was restarted.
+        target: Name in messages for the service that versions are pushed to.
+        continues_files: Whether it can continue files that were incomplete when the service was restarted.
     """
 
     target: str
@@ -198,7 +198,7 @@ class Upstream(Protocol):
         """Return whether it has the run named ``runs/{run}``; raise SluiceError UNAVAILABLE if it does not answer."""
 
     def follow(self, runs: Runs, run: Run) -> None:
-        """Bring its versions into a run from now on."""
+        """From now on, copy its versions into a run."""
 
     def report(self, run: Run, request: pb.ReportVersionRequest) -> None:
         """Forward a replica's report; raise SluiceError if it shows that relays feed each other."""
@@ -207,7 +207,7 @@ class Upstream(Protocol):
         """Return the seconds that it grants its replicas."""
 
     def describe(self, run: Run) -> pb.MirrorState | None:
-        """Return how far the run's versions in it are taken, if it is an object store."""
+        """Return how far the run's versions have been copied from it; None unless it is an object store."""
 
 
 class Copy(Protocol):
@@ -226,14 +226,14 @@ class Runs:
     Args:
         config: The service's settings.
         directory_of: Returns where a run's versions lie.
-        model_of: Returns the base model whose files go with a run's versions; empty: none.
+        model_of: Returns the base model whose files are added to a run's versions; empty: none.
         upstream: Where the versions come from if this is a relay.
         mirror: Where the versions are copied to.
         clock: Tells how long replicas, uploads and streams have been silent, and when work in the background is due.
-        chat_template: Chat template that goes with a run's versions instead of the base model's; None: there is none.
+        chat_template: Chat template to add to a run's versions instead of the base model's; None: the base model's.
 
     Attributes:
-        threads: Where blocking work is done.
+        threads: Pool for blocking work.
         retention_due: Wakes `retain_forever`.
     """
 
@@ -279,7 +279,7 @@ class Runs:
         return asyncio.get_running_loop().run_in_executor(self.threads, lambda: work(*args, **kwargs))
 
     async def open(self, resource: str) -> Run:
-        """Return the run named ``runs/{run}``; read it from disk when it is first asked for.
+        """Return the run named ``runs/{run}``; read it from disk at the first request.
 
         Raises:
             SluiceError: INVALID_ARGUMENT, FAILED_PRECONDITION (too many runs; directory in use),
@@ -314,7 +314,7 @@ class Runs:
         )
 
     def describe_mirrors(self, run: Run) -> list[pb.MirrorState]:
-        """Return how far the object stores are that the service reads or writes."""
+        """Return the progress of the object stores that the service reads or writes."""
         states = [each.describe(run) for each in (self.upstream, self.mirror) if each is not None]
         return [state for state in states if state is not None]
 
@@ -340,13 +340,13 @@ class Runs:
         return run
 
     async def begin_upload(self, run: Run, version: Version, announced: pb.Shard) -> Upload:
-        """Begin a shard at byte 0. Drop what came in of it before; a stream that still writes to that fails.
+        """Begin a shard at byte 0. Drop the bytes of an earlier upload; a stream that still writes to that upload fails.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED (disk), FAILED_PRECONDITION (directory in use).
         """
         key = (version, announced.name)
-        async with self._room:  # two uploads must not be promised the same bytes
+        async with self._room:  # two uploads must not reserve the same free bytes
             before = run.uploads.pop(key, None)
             if before is not None:
                 await self.in_thread(before.discard)
@@ -359,9 +359,9 @@ class Runs:
             return upload
 
     async def commit(self, run: Run, announced: pb.Manifest) -> pb.CommitVersionResponse:
-        """Make a pushed version visible. If it is visible already, compare and say so.
+        """Make a pushed version visible. If it is visible already, compare the content and return it as a duplicate.
 
-        The commit ends even if the caller leaves, so that the version is whole or not there.
+        The commit runs to its end even if the caller leaves, so that the version is whole or absent.
 
         Raises:
             SluiceError: as the contract says of CommitVersion.
@@ -410,7 +410,7 @@ class Runs:
     async def _verify_and_install(
         self, run: Run, version: Version, announced: pb.Manifest, started: float
     ) -> StoredVersion:
-        """Verify what was pushed, build the version's directory, rename it into sight and tell the watchers."""
+        """Verify the pushed shards, build the version's directory, rename it to its visible name and tell the watchers."""
         uploads = run.uploads_of(version)
         base = _check_base(run, version, announced)
         base_version, holder = Version.from_proto(announced.base), object()
@@ -423,7 +423,7 @@ class Runs:
             async with self.room_for(run, assembled_bytes, evict=True) if assembled_bytes else nullcontext():
                 stored = await self.in_thread(run.store.commit, manifest, uploads, started)
                 run.add_version(stored)
-        except RefusedError:  # its base was found damaged in the meantime; a restart must not bring it into sight
+        except RefusedError:  # its base was found damaged in the meantime; a restart must not make it visible
             await self.in_thread(run.store.remove, version)
             raise
         finally:
@@ -431,10 +431,10 @@ class Runs:
         return stored
 
     async def _make_room(self, run: Run, need: int) -> None:
-        """Remove versions that nobody needs, of all runs the oldest first, until a file of `need` bytes fits.
+        """Remove versions that nobody needs, the oldest of all runs first, until a file of `need` bytes fits.
 
-        Every run keeps its newest version, those that its live replicas serve, and what leads to these. So a run with many
-        versions does not block the first version of another.
+        Every run keeps its newest version, the versions that its live replicas serve, and the versions that lead to these. So a
+        run with many versions does not block the first version of another run.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED; FAILED_PRECONDITION if it never fits.
@@ -454,7 +454,7 @@ class Runs:
                 raise _no_room(need, lacking)
 
     def _oldest_evictable(self) -> tuple[Run, Version] | None:
-        """Return the version that was committed first of those that nobody needs; None if all are needed."""
+        """Return the version with the earliest commit among those that nobody needs; None if all are needed."""
 
         def commit_ns(found: tuple[Run, Version]) -> int:
             return found[0].versions[found[1]].manifest.commit_time.ToNanoseconds()
@@ -465,9 +465,9 @@ class Runs:
 
     @asynccontextmanager
     async def room_for(self, run: Run, need: int, *, evict: bool) -> AsyncIterator[None]:
-        """Reserve `need` bytes for a file that the service makes of a run, for as long as the block lasts.
+        """Reserve `need` bytes for a file that the service makes for a run, for as long as the block lasts.
 
-        With `evict`, versions that nobody needs are removed as for a push; otherwise only what retention would not keep.
+        With `evict`, versions that nobody needs are removed, as for a push; otherwise only versions that retention removes anyway.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
@@ -501,12 +501,12 @@ class Runs:
             log.info("version removed", run=run.name, version=str(version))
 
     async def discard_upload(self, run: Run, upload: Upload, ticket: object) -> None:
-        """Drop what came in of a shard, unless a newer stream than the ticket's continues it."""
+        """Drop the uploaded bytes of a shard, unless a newer stream than the ticket's continues the upload."""
         if await self.in_thread(upload.discard, ticket):
             run.uploads = {key: each for key, each in run.uploads.items() if each is not upload}
 
     async def drop_uploads(self, run: Run, version: Version) -> None:
-        """Drop everything that came in of a version."""
+        """Drop all uploads of a version."""
         doomed = run.uploads_of(version)
         for name in doomed:
             del run.uploads[version, name]
@@ -564,7 +564,7 @@ class Runs:
         return ""
 
     def waits_for(self) -> Iterator[str]:
-        """Yield that the last look found no storage, if that is so."""
+        """Yield a message if the last check found no storage."""
         if self._no_storage:
             yield self._no_storage
 
@@ -591,7 +591,7 @@ class Runs:
         yield gauge("sluice_weights_replica_lag", text, behind, "run", "replica")
 
     async def close(self) -> None:
-        """Wait for commits, end the work in the background, and let other processes have the directories."""
+        """Wait for commits, end the work in the background, and unlock the directories for other processes."""
         if self._commits:
             await asyncio.wait(self._commits)
         await self.dense_forms.close()
@@ -603,7 +603,7 @@ class Runs:
 
 
 def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
-    """Check that a repeated commit names the same content: the version's digest, else the digests of its shards."""
+    """Check that a repeated commit names the same content: compare the version's digest, or without one, the shards' digests."""
     if announced.digest:
         same = announced.digest in {known.manifest.digest, known.pushed.digest}
     else:
@@ -618,7 +618,7 @@ def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
 
 
 def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manifest | None:
-    """Check that a version may be committed. Return the manifest of the version that a delta is based on, if it is one.
+    """Check that a version may be committed. If it is a delta, return the manifest of its base.
 
     Raises:
         RefusedError, ManifestError: if the ledger refuses it, or the kind and the base do not go together.

@@ -6,11 +6,11 @@
     <root>/.deltas/v1.43/    delta form: one file per shard, manifest.json
     <root>/.incoming/v1.44/  shards that are being pushed, and forms under construction
     <root>/.building/v1.43/  dense forms under construction that are made of deltas
-    <root>/.model/           what each dense directory shares: config, tokenizer
-    <root>/.interrupted/     where versions come from an object store: shards that a restart interrupted
+    <root>/.model/           files that all dense directories share: config, tokenizer
+    <root>/.interrupted/     only if versions come from an object store: shards that a restart interrupted
 
-A form is built in a hidden directory and renamed into sight, its manifest written last. Before a form is removed it is
-renamed out of sight. A crash at any point therefore leaves whole versions, and rubbish that the next start removes.
+A form is built in a hidden directory, its manifest last, and then renamed to its visible name. Before a form is removed it is
+renamed to a hidden name. A crash at any point therefore leaves only whole versions, and rubbish that the next start removes.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from weightsync.service.chain import Form, Forms, is_reachable
 from weightsync.service.upload import ChunkSums, Upload, assemble
 
 _PUSHED_FILE = "pushed.json"
-"""Manifest as the trainer pushed it, kept where the shards were assembled into another file."""
+"""Manifest as the trainer pushed it, kept if the shards were assembled into another file."""
 
 _ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""PEFT's name for it."""
+"""PEFT's name for the file of an adapter's settings."""
 
 _MODEL_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 _NOT_OF_THE_MODEL = {"manifest.json", "trainer_state.json"}
 _WEIGHT_INDEX = ".index.json"
 _LARGEST_MODEL_FILE_BYTES = 256 << 20
-"""Larger files are no configuration; the largest tokenizers have some 40 MB."""
+"""Larger files are not copied: they cannot be configuration. The largest tokenizers have some 40 MB."""
 
 _FORMS = {pb.VERSION_KIND_ANCHOR: Form.DENSE, pb.VERSION_KIND_DELTA: Form.DELTA, pb.VERSION_KIND_ADAPTER: Form.ADAPTER}
 
@@ -69,10 +69,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """One form of a version: a directory, and the manifest of its files as given out.
+    """One form of a version: a directory, and the manifest of its files as clients get it.
 
     Attributes:
-        pushed: Manifest of what was pushed; differs from `manifest` where slices were assembled.
+        pushed: Manifest as pushed; differs from `manifest` if slices were assembled.
         sums: Checksums of the shards' chunks, as far as they are known.
     """
 
@@ -121,11 +121,11 @@ class StoredVersion:
 
     @property
     def pushed(self) -> pb.Manifest:
-        """Return what the trainer pushed."""
+        """Return the manifest as the trainer pushed it."""
         return self.announced.pushed
 
     def describe(self) -> Forms:
-        """Return what the ledger has to know."""
+        """Return the version's forms as the ledger needs them."""
         manifest = self.manifest
         sizes = {form: stored.manifest.size_bytes for form, stored in self.forms.items()}
         return Forms(
@@ -147,7 +147,7 @@ def form_of(manifest: pb.Manifest) -> Form:
 
 
 def _file_names(manifest: pb.Manifest) -> dict[str, str]:
-    """Return the names of a form's files by shard name: those of Hugging Face and PEFT where there are such."""
+    """Return the names of a form's files by shard name: the names that Hugging Face and PEFT use, if they have any."""
     form, names = form_of(manifest), [shard.name for shard in manifest.shards]
     if form is Form.DELTA:
         return {name: f"{name}.safetensors" for name in names}
@@ -168,7 +168,8 @@ def read_form(version: Version, directory: Path, *, delta: bool) -> StoredForm:
     """Read a form's directory.
 
     Raises:
-        ManifestError: if it is not whole, another version's, or a delta where none is expected or the reverse.
+        ManifestError: if the form is not whole, belongs to another version, or is a delta where a dense form or an adapter is
+            expected, or the reverse.
     """
     manifest = from_json((directory / MANIFEST_FILE).read_text())
     if Version.from_proto(manifest.version) != version:
@@ -189,9 +190,9 @@ def read_form(version: Version, directory: Path, *, delta: bool) -> StoredForm:
 class RunStore:
     """One run's directory, made when the first shard comes. If the disk fails, its methods raise OSError.
 
-    The config and tokenizer of `model`, the base model, are copied into each version; empty: none. `chat_template` takes the place
-    of the model's template; None: its own is copied. With `keeps_incoming`,
-    shards that were coming in when the service ended are kept for `interrupted`.
+    The config and tokenizer of the base model `model` are copied into each version, unless it is empty. `chat_template` replaces
+    the model's template; if it is None, the model's own template is copied. With `keeps_incoming`, shards that were incomplete
+    when the service ended are kept for `interrupted`.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class RunStore:
         self._keeps_incoming = keeps_incoming
         self._model_files: list[Path] | None = None
         self._collecting = threading.Lock()
-        """A commit and the making of a dense form, in two threads, may both need the model's files first."""
+        """Held while the model's files are collected: two threads, for a commit and a dense form, may both need them first."""
         self._incoming = root / ".incoming"
         self._interrupted = root / ".interrupted"
         self._building = root / ".building"
@@ -223,7 +224,7 @@ class RunStore:
         self._take_lock()
         hidden = (self._incoming, self._interrupted, self._building, self._trash, self._deltas, self._model_copies)
         for ours in hidden:
-            if ours.is_symlink():  # what it leads to is not this store's to write to or to remove
+            if ours.is_symlink():  # its target does not belong to this store, which must not write there or remove it
                 log.warning("removing a symbolic link where a directory of the store belongs", path=str(ours))
                 ours.unlink()
         if self._keeps_incoming and self._incoming.is_dir() and any(self._incoming.iterdir()):
@@ -261,21 +262,21 @@ class RunStore:
         """Begin a shard at byte 0; raise SluiceError DIRECTORY_IN_USE."""
         self.root.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        # A number of its own: a stream that was superseded may still be writing to the file before.
+        # Each upload has its own number, because a superseded stream may still be writing to the previous file.
         unique = f"{announced.name}.{next(self._numbers)}"
         return Upload(self._incoming / version_directory(version) / unique, announced, now)
 
     def interrupted(self, version: Version, shard: str) -> list[Path]:
-        """Return the files that hold what came in of a shard before a restart; nobody checked their bytes since."""
+        """Return the files with the bytes of a shard that came in before a restart. The bytes have not been checked since."""
         directory = self._interrupted / version_directory(version)
         return sorted(directory.glob(f"{glob.escape(shard)}.*"))
 
     def drop_interrupted(self) -> None:
-        """Remove what came in before a restart."""
+        """Remove the files that `interrupted` returns, of all shards."""
         remove_tree(self._interrupted)
 
     def commit(self, manifest: pb.Manifest, uploads: Mapping[str, Upload], started: float) -> StoredVersion:
-        """Build a form's directory and rename it into sight. If that fails, what was built stays until `drop_incoming`.
+        """Build a form's directory and rename it to its visible name. If that fails, the unfinished directory stays until `drop_incoming`.
 
         Args:
             manifest: A manifest that was completed, with its commit time.
@@ -324,14 +325,14 @@ class RunStore:
         return final
 
     def build_dense(self, version: Version) -> Path:
-        """Make an empty directory in which a dense form can be made of deltas."""
+        """Make an empty directory for a dense form that is made from deltas."""
         building = self._building / version_directory(version)
         remove_tree(building)
         building.mkdir(parents=True)
         return building
 
     def install_dense(self, manifest: pb.Manifest, building: Path) -> StoredForm:
-        """Rename a dense form that was made of deltas into sight; its files are on the disk."""
+        """Make a dense form that was made from deltas visible by renaming it. Its files are on the disk already."""
         return StoredForm(self._install(manifest, building), manifest, manifest)
 
     def drop_building(self, version: Version) -> None:
@@ -339,7 +340,7 @@ class RunStore:
         remove_tree(self._building / version_directory(version))
 
     def drop_incoming(self, version: Version) -> None:
-        """Remove what was pushed of a version and was not committed."""
+        """Remove the pushed shards of a version that was not committed."""
         remove_tree(self._incoming / version_directory(version))
 
     def remove(self, version: Version) -> None:
@@ -355,7 +356,7 @@ class RunStore:
         if not directory.exists():
             return
         self._trash.mkdir(exist_ok=True)
-        # A number of its own: two forms of a version may be removed at the same time.
+        # Each removal has its own number, because two forms of a version may be removed at the same time.
         doomed = self._trash / f"{directory.name}.{next(self._numbers)}"
         try:
             directory.rename(doomed)
@@ -367,7 +368,7 @@ class RunStore:
             remove_tree(doomed)
 
     def _take_lock(self) -> None:
-        """Keep other services out: two in one directory would remove each other's shards."""
+        """Lock the directory: two services in one directory would remove each other's shards."""
         if self._lock is not None:
             return
         descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -381,13 +382,13 @@ class RunStore:
         self._lock = descriptor
 
     def close(self) -> None:
-        """Let another process have the directory."""
+        """Unlock the directory for other processes."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def try_directory(self) -> None:
-        """Make something where the directory is or will be, and remove it."""
+        """Check that files can be made in the directory, or where it will be, by making one and removing it."""
         there = next(each for each in (self.root, *self.root.absolute().parents) if each.exists())
         with tempfile.TemporaryDirectory(prefix=".try-", dir=there):
             pass
@@ -401,7 +402,7 @@ class RunStore:
 def is_loadable(manifest: pb.Manifest) -> bool:
     """Return whether the shards are stored as pushed: files of a Hugging Face checkpoint, PEFT's one file, or a delta.
 
-    Slices of others are assembled into one file of whole tensors.
+    Otherwise the slices are assembled into one file of whole tensors.
     """
     if manifest.kind == pb.VERSION_KIND_DELTA:
         return True
@@ -416,10 +417,10 @@ def _collect_model_files(model: str, target: Path, chat_template: str | None) ->
     Args:
         model: Hugging Face directory, or a hub id that is in this machine's hub cache; nothing is downloaded.
         target: Directory that receives the copies; emptied before.
-        chat_template: What the template is instead of the model's; None: its own.
+        chat_template: Replaces the model's chat template; None: keep the model's.
 
     Returns:
-        The copies, none if the model is not at hand: versions then hold weights alone.
+        The copies. None of them if the model is not on this machine: versions then hold only weights.
     """
     remove_tree(target)
     if not model:
@@ -487,7 +488,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Bring a directory's names to the disk."""
+    """Flush a directory's names to the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
