@@ -1,1 +1,1 @@
-"""The replicas of a run, and sampling from the policy through them, whatever happens to one of them."""
+"""The replicas of a run, and sampling from the policy through them. Failures of single replicas are handled here."""

@@ -1,4 +1,4 @@
-"""Addresses of replicas: what is one, and what a name stands for."""
+"""Addresses of replicas: validate them, and resolve names."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def check_address(address: str) -> None:
 
 
 def canonical(address: str) -> str:
-    """Return the one spelling of an address, so that two that are spelt differently compare equal.
+    """Return the canonical spelling of an address, so that two spellings of the same address compare equal.
 
-    Literal addresses are written as RFC 5952 has it, an IPv4 address inside IPv6 as IPv4, and names in lower case without ``dns:///``.
+    Literal addresses are written as in RFC 5952, IPv4-mapped IPv6 addresses as IPv4, and names in lower case without ``dns:///``.
 
     Args:
-        address: Has passed `check_address`.
+        address: An address that has passed `check_address`.
     """
     if address.startswith(UNIX):
         return address.replace("unix://", UNIX, 1)
@@ -51,17 +51,17 @@ def canonical(address: str) -> str:
 
 
 async def resolve_targets(addresses: Iterable[str]) -> list[str]:
-    """Return the targets behind some addresses, in order, each once.
+    """Return the targets of some addresses, in order, without duplicates.
 
-    ``unix:/path`` and literal addresses stand for themselves, in their canonical form, names (with or without ``dns:///``) for every address that
-    they resolve to now. A name that does not resolve is left out: it may later. So is what cannot be an address.
+    ``unix:/path`` and literal addresses are targets themselves, in their canonical form. A name (with or without ``dns:///``) gives every
+    address that it resolves to now. Names that do not resolve, which they may do later, and malformed addresses are left out.
     """
     found = await asyncio.gather(*map(_resolve, addresses))
     return list(dict.fromkeys(target for targets in found for target in targets))
 
 
 def is_fixed(address: str) -> bool:
-    """Return whether an address stands for itself, so that no name has to be looked up."""
+    """Return whether an address is a target itself, so that no name has to be resolved."""
     return address.startswith(UNIX) or _is_literal(address.rpartition(":")[0])
 
 
@@ -90,10 +90,10 @@ def _is_literal(host: str) -> bool:
 
 
 def literal_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address that a host is written as; an IPv4 address inside IPv6 as IPv4.
+    """Return the address that `host` spells; an IPv4-mapped IPv6 address as IPv4.
 
     Raises:
-        ValueError: if it is a name.
+        ValueError: if `host` is a name.
     """
     address = ipaddress.ip_address(host.strip("[]"))
     return getattr(address, "ipv4_mapped", None) or address

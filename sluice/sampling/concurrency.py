@@ -1,12 +1,12 @@
 """How many samples a replica is given at a time. Pure: the caller passes reports and the time.
 
-An engine with few samples leaves places empty. With too many they wait: they begin late, and where the KV cache is too small, samples
-are preempted and computed again. `ConcurrencyLimit` finds the number between. It grows by a step at a time while the limit holds
-samples back and the engine has room. Where a queue stands, it shrinks by what is too much in the queue; after a preemption that is
-all but one group. So the engine always has something to begin with, and never has less to do than with a higher limit.
+With too few samples an engine leaves places empty. With too many, samples wait and begin late, and if the KV cache is too small, they
+are preempted and computed again. `ConcurrencyLimit` finds the number between. It grows step by step while it holds samples back and the
+engine has room. While a queue stands, it shrinks by the excess in the queue; after a preemption, all but one group is excess. So the
+engine always has a sample to begin next, and never has less to do than with a higher limit.
 
-A queue that comes and goes is no reason to shrink: groups begin together. What counts is the queue that is never empty, its
-minimum over a while, as in CoDel (Nichols and Jacobson, 2012).
+A queue that comes and goes is no reason to shrink, because the samples of a group begin together. The standing queue counts: the minimum
+of its length over a while, as in CoDel (Nichols and Jacobson, 2012).
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from dataclasses import dataclass
 from sluice.sampling.config import ConcurrencyConfig
 
 _KV_HIGH = 0.9
-"""Share of the KV cache in use above which a replica is given no more samples."""
+"""Share of the KV cache in use from which on the limit does not grow."""
 
 _QUEUE_SHARE = 0.5
-"""Samples that may wait for a place all the time, as a share of those that the replica generates at a time; at least two groups."""
+"""Samples that may always wait for a place, as a share of the samples that the replica can generate at a time; at least two groups."""
 
 _SHRINK = 0.75
-"""Part of the samples in flight that is left after a preemption."""
+"""Factor for the samples in flight after many preemptions."""
 
 _SETTLE_S = 2.0
-"""Seconds over which a queue must stand to count, and between two reductions."""
+"""Seconds over which the minimum of the queue is taken, and between two reductions."""
 
 _GROWTH = 1 / 16
-"""Part of the limit by which it grows at a time, at least one group: it doubles in 12 times."""
+"""Share of the limit by which one step raises it, at least one group. It doubles in 12 steps."""
 
 _GROWTH_PAUSES = 4
-"""Times that it may grow within `_SETTLE_S`, however often the replica reports."""
+"""Maximum number of growing steps within `_SETTLE_S`, however often the replica reports."""
 
 _REFUSED = 0.9
-"""Part of the samples in flight that is left when the replica refuses one because its queue is full."""
+"""Factor for the samples in flight after the replica refused one because its queue is full."""
 
 _FIRST_PLACES = 2
-"""Samples that a replica is given at first, by its places: as many wait as are generated, until it is known what it needs."""
+"""Samples that a replica is given at first, per place: one generates and one waits, until reports show what the replica needs."""
 
 _GROUPS_WAITING = 2
-"""Groups that may wait for a place: when one ends, the engine has the next at once, and a group need not fit exactly."""
+"""Groups that may wait for a place. When a group ends, the engine has the next at once, and a group need not fit exactly."""
 
 
 _THRASHING = 0.5
-"""Preemptions between two reports, by samples that are generated, from which on the engine is mostly busy with them."""
+"""Preemptions between two reports, per running sample, above which the engine spends most of its time on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class EngineLoad:
     """What a replica reports.
 
     Attributes:
-        running: Samples that it generates.
+        running: Samples that it is generating.
         queued: Samples that wait for a place.
         kv_cache_usage: Share of the KV cache in use, 0 to 1.
         preemptions: Samples preempted since its start.
-        max_running: Most samples that it generates at a time; 0 if it is not known.
+        max_running: Maximum number of samples that it generates at a time; 0 if unknown.
     """
 
     running: int
@@ -70,7 +70,7 @@ class EngineLoad:
 
 
 class ConcurrencyLimit:
-    """Most samples in flight at one replica.
+    """Maximum number of samples in flight at one replica.
 
     Args:
         group: Samples that are dispatched together: the limit is never below it.
@@ -85,17 +85,17 @@ class ConcurrencyLimit:
         self._rest_until = self._grows_from = -math.inf
 
     def anew(self) -> ConcurrencyLimit:
-        """Return the limit of a replica whose load is not known yet."""
+        """Return a new limit with the same settings, for a replica whose load is not known yet."""
         return ConcurrencyLimit(self._config, self._group)
 
     @property
     def adapts(self) -> bool:
-        """Whether it is a limit at all."""
+        """Whether samples are limited at all."""
         return self._config.adapt
 
     @property
     def samples(self) -> int:
-        """The limit, at least one group; `most_samples` may have been lowered since it was set."""
+        """The limit, at least one group. `most_samples` may have been lowered since the limit was last set, so it is applied again."""
         limit = min(self._limit, self._config.most_samples) if self._config.adapt else self._limit
         return max(self._group, int(limit))
 
@@ -103,8 +103,8 @@ class ConcurrencyLimit:
         """Adapt to a report.
 
         Args:
-            load: What the replica reports.
-            in_flight: Samples that this process has under way at the replica.
+            load: The report.
+            in_flight: Samples of this process in progress at the replica.
             now: The time in seconds.
             held_back: Whether the limit has kept samples from being dispatched.
         """
@@ -127,7 +127,7 @@ class ConcurrencyLimit:
         thrashes = preempted > _THRASHING * load.running
         stands = excess > 0 and now - self._queues[0][0] >= _SETTLE_S / 2
         if thrashes or stands:
-            if not above:  # else the samples that the last reduction forbids have not ended yet
+            if not above:  # else the samples above the last, reduced limit have not ended yet
                 self._shrink(_SHRINK * min(self._limit, in_flight) if thrashes else in_flight - excess, now)
         elif (held_back or above) and room and now >= self._grows_from:
             self._limit = self._bounded(self._limit + max(self._group, self._limit * _GROWTH))
@@ -139,7 +139,7 @@ class ConcurrencyLimit:
             self._shrink(min(self._limit, in_flight) * _REFUSED, now)
 
     def _shrink(self, limit: float, now: float) -> None:
-        """Reduce the limit, and wait: what that brings shows only when some samples have ended."""
+        """Reduce the limit, then leave it for a while: the effect shows only when some samples have ended."""
         self._limit = self._bounded(min(limit, self._limit))
         self._rest_until = now + _SETTLE_S
         self._queues.clear()

@@ -1,11 +1,11 @@
 """The samples of one request as they grow, at one replica after the other. Pure: messages in, requests out.
 
-A `Part` is what one replica is asked for: at first the whole request. When its stream has ended or broken, `Generation.rest` says
-what is left to ask: each sample that has tokens continues from them by a request of its own, those that have none are sampled again
-together. Only tokens with a version span count; the others are sampled again.
+A `Part` is the request to one replica: at first for all samples. When its stream has ended or broken, `Generation.rest` returns the
+requests that are left to make: each sample that has tokens continues from them by a separate request, and the samples without tokens are
+sampled again together. Only tokens with a version span count; the others are sampled again.
 
-`Generation.final_deltas` gives tokens and text away while they grow: what may still be dropped is held back, and what was given away
-is never dropped.
+`Generation.final_deltas` yields tokens and text while the samples grow. It holds back those that may still be dropped. Tokens and text
+that it has yielded are never dropped.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _INTERRUPTED = {
     tokens_pb2.FINISH_REASON_ERROR,
     tokens_pb2.FINISH_REASON_VERSION_RETIRED,
 }
-"""Ends that are not the policy's: the sample is continued."""
+"""Finish reasons that do not come from the policy: the sample is continued."""
 
 MAX_REQUEST_ID = 128
-"""Most characters of a request id, as the contract says."""
+"""Maximum number of characters of a request id, as the contract says."""
 
 
 class _Words:
-    """A text of one sample: what the present stream has brought of it, and how much was given away.
+    """A text of one sample: the part from the present stream, and how much of the text was sent to the reader.
 
-    A stream that continues a sample begins with the text of the tokens before.
+    A stream that continues a sample begins with the text of the earlier tokens.
     """
 
     __slots__ = ("_characters", "_given", "_new", "_skip")
@@ -46,7 +46,7 @@ class _Words:
         self._given: list[str] = []
         self._characters = 0
         self._skip = 0
-        """Characters of the present stream's text that are still to come and were given away already."""
+        """Characters that the present stream is going to repeat, because an earlier stream brought them and they were sent."""
 
     def begin(self) -> None:
         """Begin with a new stream."""
@@ -65,7 +65,7 @@ class _Words:
         return text if text.startswith(given) else given + text[len(given) :]
 
     def give(self, whole: str | None) -> str:
-        """Return the text that was not sent yet: of the whole text, or else of what has arrived so far."""
+        """Return the text that was not sent yet: of `whole` if it is given, else of the text that has arrived so far."""
         text = "".join(self._new) if whole is None else whole[self._characters :]
         self._given.append(text)
         self._characters += len(text)
@@ -74,12 +74,12 @@ class _Words:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to give away before the end."""
+        """Whether there is text to send before the end."""
         return any(self._new)
 
 
 class Growing:
-    """One sample, and what the present stream has brought of it.
+    """One sample, and the text that the present stream has brought.
 
     Attributes:
         sample: Its tokens so far, each with its log-probability and its version.
@@ -126,15 +126,15 @@ class Growing:
         """Begin with a new stream."""
         self._begun, self._received = self.tokens, 0
         self._usable, self._stopped = True, False
-        self._text.clear()  # the text of a continuation begins with that of the tokens before
+        self._text.clear()  # the text of a continuation begins with the text of the earlier tokens
         for each in (self._words, self._reasoning, self._content):
             each.begin()
 
     def receive(self, delta: rollout_pb2.SampleDelta) -> int:
-        """Append the next tokens of the stream; return how many of them are unusable.
+        """Append the next tokens of the stream. Return how many of them are unusable.
 
         Raises:
-            SluiceError: DATA_LOSS if they are not the next ones, or are incomplete.
+            SluiceError: DATA_LOSS if they do not follow the earlier tokens, or lack log-probabilities or valid version spans.
         """
         tokens, sample = delta.tokens, self.sample
         count, starts = len(tokens.token_ids), [span.start for span in tokens.version_spans]
@@ -149,7 +149,7 @@ class Growing:
         if starts and not (delta.offset <= starts[0] and starts[-1] < end and all(a < b for a, b in pairwise(starts))):
             raise _damaged(f"tokens {delta.offset} to {end} of sample {tokens.index} have spans from {starts}")
         self._received = end
-        # Without the version that sampled it a token cannot be trained, nor can what follows it.
+        # A token cannot be trained without the version that sampled it. Neither can the tokens after it.
         self._usable = self._usable and (not count or (bool(starts) and starts[0] == delta.offset))
         if self._usable:
             append_spans(sample.version_spans, tokens.version_spans, self._begun)
@@ -158,7 +158,7 @@ class Growing:
             if tokens.top_logprobs:
                 sample.top_logprobs.MergeFrom(tokens.top_logprobs)
             self._text.append(tokens.text)
-            if tokens.finish_reason not in _INTERRUPTED:  # else the text may end with an incomplete character
+            if tokens.finish_reason not in _INTERRUPTED:  # an interrupted text may end with an incomplete character
                 self._words.receive(tokens.text)
                 self._reasoning.receive(delta.reasoning)
                 self._content.receive(delta.content)
@@ -173,7 +173,7 @@ class Growing:
         return 0 if self._usable else count
 
     def keep(self, tokens: int) -> int:
-        """Forget all tokens but the first ones; return how many that were."""
+        """Keep the first `tokens` tokens and forget the others. Return how many were forgotten."""
         sample, lost = self.sample, max(0, self.tokens - tokens)
         if lost:
             for field in (sample.token_ids, sample.logprobs, sample.top_logprobs):
@@ -183,11 +183,11 @@ class Growing:
         return lost
 
     def settle(self, request: rollout_pb2.GenerateRequest, model: rollout_pb2.GetModelResponse, prompt: int) -> int:
-        """See whether the sample had ended when its stream broke; return the tokens that have to be sampled again.
+        """Find out whether the sample had ended when its stream broke. Return the number of tokens that have to be sampled again.
 
-        A replica sends the last token together with its reason. Of one that does not, an end token ends the sample, with the text
-        that came. A sample of full length samples its last token again, so that its replica decodes the whole text and says why
-        it ended; so does one whose message only a replica can tell.
+        A replica sends the last token together with the finish reason. If the reason is missing, an end token ends the sample, with the text
+        that has arrived. The last token is sampled again if the sample has its full length, so that a replica decodes the whole text and gives
+        the finish reason, and if the request wants a message, which only a replica can parse.
         """
         ends = self._ends(request, model)
         if ends and not request.return_message:
@@ -201,7 +201,7 @@ class Growing:
     ) -> rollout_pb2.SampleDelta | None:
         """Return what became final since the last call; None if nothing did.
 
-        Tokens that `settle` might drop, or end, if the stream broke now are held back with all that came with them.
+        Hold back everything if `settle` would drop the last token, or end the sample with it, in case the stream broke now.
         """
         held = self._ends(request, model) or self.tokens >= self._most(request, model, prompt)
         if self._given_end or (held and not self.ended):
@@ -230,7 +230,7 @@ class Growing:
         return delta
 
     def undo(self) -> int:
-        """Forget what the present stream has brought and was not given away; return how many tokens that were."""
+        """Forget everything that came from the present stream and was not sent yet. Return how many tokens were forgotten."""
         if self._given_end:
             return 0
         self.ended = False
@@ -247,7 +247,7 @@ class Growing:
         return last in sampling.stop_token_ids or (last in model.eos_token_ids and not sampling.ignore_eos)
 
     def _most(self, request: rollout_pb2.GenerateRequest, model: rollout_pb2.GetModelResponse, prompt: int) -> int:
-        """Return the tokens of a sample of full length; one more than there are if nothing limits them."""
+        """Return the number of tokens of a sample of full length. If nothing limits it: one more than there are now."""
         most = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else self.tokens + 1
         return min(most, model.max_model_len - prompt) if model.max_model_len else most
 
@@ -258,11 +258,11 @@ class Growing:
 
 
 class Failure(NamedTuple):
-    """What a replica answered to a request instead of sampling.
+    """The error that a replica answered to a request instead of sampling.
 
     Attributes:
         target: Address of the replica.
-        said: Its name and its error, for people.
+        said: Name of the replica and its error, for people.
     """
 
     target: str
@@ -270,18 +270,18 @@ class Failure(NamedTuple):
 
 
 class Part:
-    """Samples that one replica is asked for by one request.
+    """One request to one replica, and the samples that it asks for.
 
     Attributes:
         request: The request.
-        samples: Its samples, by their index there.
-        tries: Requests for these samples, one after the other, that brought no token.
-        stalls: How many of them ended because the engine stalled.
-        failures: What the replicas answered that failed at them.
-        avoid: Replica that failed at these samples, or gave them up, last.
+        samples: Its samples, by their index in the request.
+        tries: Number of requests for these samples in a row that brought no token.
+        stalls: How many of these requests ended because the engine stalled.
+        failures: Errors of the replicas that failed at these samples.
+        avoid: The last replica that failed at these samples, or gave them up.
         unusable: Tokens that arrived and have to be sampled again.
-        kept: Tokens that arrived and are continued elsewhere.
-        opened: Whether the replica has begun with it.
+        kept: Tokens that arrived and from which the samples continue elsewhere.
+        opened: Whether the replica has begun with the request.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class Part:
         """Take a message of the stream.
 
         Raises:
-            SluiceError: DATA_LOSS if it does not follow the ones before. Nothing of the stream is kept then.
+            SluiceError: DATA_LOSS if it does not follow the earlier messages. Then everything from the stream that was not sent yet is dropped.
         """
         try:
             if message.HasField("opening"):
@@ -340,7 +340,7 @@ class Part:
 
 
 class _Tries(NamedTuple):
-    """How often samples were asked for without a new token, and how that ended; the fields are those of `Part`."""
+    """How often samples were asked for without a new token, and how these requests ended. The fields are as in `Part`."""
 
     tries: int
     stalls: int
@@ -351,8 +351,8 @@ class Generation:
     """All samples of one request.
 
     Attributes:
-        response: What is known of the answer; whole when `rest` returns nothing for the last part.
-        replicas: Addresses of those that were asked, in order, each once.
+        response: The answer so far; complete when `rest` returns nothing for the last part.
+        replicas: Addresses of the replicas that were asked, in order, each once.
     """
 
     def __init__(self, request: rollout_pb2.GenerateRequest) -> None:
@@ -362,14 +362,14 @@ class Generation:
         self._samples = [Growing(self.response.samples.add(index=index)) for index in range(request.n or 1)]
 
     def whole(self) -> Part:
-        """Return the request as it is asked for first."""
+        """Return the first part: the whole request."""
         return Part(self, self.request, self._samples)
 
     def open(self, opening: rollout_pb2.StreamOpening, samples: Sequence[Growing]) -> None:
         """Take the first message of a stream.
 
         Raises:
-            SluiceError: DATA_LOSS if the replica made other tokens of the same prompt than the one before.
+            SluiceError: DATA_LOSS if the replica tokenized the prompt differently from the replica before it.
         """
         response = self.response
         if not response.prompt_token_ids:
@@ -391,16 +391,16 @@ class Generation:
         stalled: bool = False,
         failure: Failure | None = None,
     ) -> list[Part]:
-        """Return what is left to ask for, after the stream of a part has ended or broken.
+        """Return the parts that are left to ask for, after the stream of a part has ended or broken.
 
         Args:
-            part: What was asked for.
-            model: What the replicas serve.
+            part: The part that was asked for.
+            model: The model that the replicas serve.
             avoid: Replica that the rest should not go to, if there is another.
-            interrupted: Whether the replica itself gave the samples up, sent wrong ones, failed at them, or died of them. That
-                counts as a try if it brought no token.
-            stalled: Whether the engine stalled: the next one gets more time.
-            failure: What the replica answered if it failed at them.
+            interrupted: Whether the replica itself gave the samples up, sent damaged messages, failed at the samples, or died of
+                them. That counts as a try if it brought no token.
+            stalled: Whether the engine stalled. Then the next engine gets more time.
+            failure: The error of the replica, if it failed at the samples.
         """
         fresh: list[Growing] = []
         left: list[Part] = []
@@ -421,11 +421,11 @@ class Generation:
         return left + [self._again(run, fruitless, avoid) for run in runs]
 
     def final_deltas(self, part: Part, model: rollout_pb2.GetModelResponse) -> Iterator[rollout_pb2.SampleDelta]:
-        """Yield what became final of the samples of a part since the last call: tokens that no broken stream takes back.
+        """Yield what became final in the samples of a part since the last call. A broken stream does not take it back.
 
         Args:
             part: The part, after it received a message, or after `rest`.
-            model: What the replica serves that samples it.
+            model: The model of the replica that samples the part.
         """
         prompt = len(self.response.prompt_token_ids)
         deltas = (each.final_delta(self.request, model, prompt) for each in part.samples)
@@ -434,9 +434,9 @@ class Generation:
     def _continued(self, growing: Growing, tries: _Tries, avoid: str) -> Part:
         """Ask for the rest of one sample."""
         done, sample, request = growing.tokens, growing.sample, self.request
-        # Another process may have asked for another continuation under the same name, which a replica would refuse.
+        # Another process may have asked for another continuation under the same name. Then a replica would refuse this one.
         digest = xxhash.xxh3_64_hexdigest(array("I", sample.token_ids).tobytes())[:8]
-        # Tools and template are needed to tell the message.
+        # The replica needs tools and template to parse the message.
         keeps = request.return_message and request.HasField("conversation")
         more = self._copy(f"{sample.index}+{done}.{digest}", tries.tries, keep_prompt=keeps)
         more.n = 1
@@ -453,7 +453,7 @@ class Generation:
         return Part(self, more, [growing], **tries._asdict(), avoid=avoid)
 
     def _again(self, samples: Sequence[Growing], tries: _Tries, avoid: str) -> Part:
-        """Ask again for samples that have no token, with the seeds that they had."""
+        """Ask again for samples that have no token, with their original seeds."""
         if len(samples) == len(self._samples) and not tries.tries:
             return Part(self, self.request, samples, **tries._asdict(), avoid=avoid)
         first = samples[0].sample.index
@@ -464,7 +464,7 @@ class Generation:
         return Part(self, again, samples, **tries._asdict(), avoid=avoid)
 
     def _copy(self, name: str, tries: int, *, keep_prompt: bool = False) -> rollout_pb2.GenerateRequest:
-        """Return a copy of the request with an id of its own: a replica answers an id that it knows from memory."""
+        """Return a copy of the request with a new id. To an id that it knows, a replica sends the answer that it remembers."""
         copy = rollout_pb2.GenerateRequest()
         copy.CopyFrom(self.request)
         if not keep_prompt:
@@ -485,13 +485,13 @@ def _spans_from(spans: Sequence[tokens_pb2.VersionSpan], first: int) -> list[tok
 
 
 def derived_seed(*parts: object) -> int:
-    """Return a seed of 47 bits that the parts determine; seeds of different parts have nothing in common."""
+    """Return a seed of 47 bits, derived from the parts by a hash. Different parts give unrelated seeds."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
     return int.from_bytes(digest) >> 1
 
 
 def _runs(samples: Sequence[Growing]) -> list[list[Growing]]:
-    """Return samples in runs of consecutive indexes: those of one request have consecutive seeds."""
+    """Return samples in runs of consecutive indexes, because the samples of one request get consecutive seeds."""
     runs: list[list[Growing]] = []
     for each in samples:
         if runs and runs[-1][-1].sample.index + 1 == each.sample.index:
@@ -502,7 +502,7 @@ def _runs(samples: Sequence[Growing]) -> list[list[Growing]]:
 
 
 def bounded_id(request_id: str, suffix: str = "") -> str:
-    """Return the id of a request, or of a part of it. An id that is too long for a replica is cut and gets a hash of the whole."""
+    """Return the id of a request, or of a part of it. An id that is too long for a replica is cut, and a hash of the full id is appended."""
     if len(request_id) + len(suffix) <= MAX_REQUEST_ID:
         return request_id + suffix
     digest = "#" + hashlib.blake2b(request_id.encode(), digest_size=8).hexdigest()

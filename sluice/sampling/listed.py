@@ -1,4 +1,4 @@
-"""Replicas that the orchestrator lists, for a service that has none of its own: a gateway."""
+"""Replicas from the orchestrator's list, for a service without configured replicas: a gateway."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from sluice.sampling.pool import ReplicaPool
 from sluice.v1 import session_pb2, session_pb2_grpc
 
 _REPLACED_S = 0.5
-"""Seconds that an orchestrator which shuts down gets to be replaced, before its absence is a warning; less than the second after which it takes a gateway for dead."""
+"""Seconds to wait after an orchestrator shuts down, before its absence is logged as a warning: it may be replaced. Less than the second
+after which its successor takes a gateway for dead."""
 
 log = structlog.get_logger(__name__)
 
 KEPT_S = 30.0
-"""Seconds for which a replica is used that is no longer listed. An orchestrator that was restarted learns of its replicas one after
-the other, the last one after a lease."""
+"""Seconds for which a replica is still used after it is no longer listed. A restarted orchestrator learns of its replicas one by one, and
+of the last one only after a lease."""
 
 
 class ListedReplicas:
-    """Which replicas to use, from one list to the next. Pure: the caller passes the time."""
+    """Chooses the replicas to use, from one list to the next. Pure: the caller passes the time."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -32,7 +33,7 @@ class ListedReplicas:
         """Return the names of the replicas to use, by address.
 
         Args:
-            listed: What the orchestrator sent last.
+            listed: The latest list from the orchestrator.
             now: The time in seconds.
         """
         present = {each.address for each in listed.replicas}
@@ -45,14 +46,14 @@ class ListedReplicas:
 
 
 async def follow_list(pool: ReplicaPool, sessions: session_pb2_grpc.SessionServiceAsyncStub, gateway: str = "") -> None:
-    """Let a pool use the replicas that the orchestrator lists, until cancelled. While it is away, they stay as they are.
+    """Let a pool use the replicas that the orchestrator lists, until cancelled. While the orchestrator is unreachable, keep the last list.
 
     Args:
-        pool: Uses them; it sees by itself which of them work.
+        pool: Uses the replicas. It finds out itself which of them work.
         sessions: The orchestrator, called with the role gateway.
-        gateway: The caller's name: its claims end soon after it was killed.
+        gateway: The caller's name, so that the orchestrator ends its claims soon after it was killed.
     """
-    # The first attempt after a break comes within the second after which the orchestrator takes a gateway for dead.
+    # One second after a break the orchestrator takes a gateway for dead. The first attempt comes earlier.
     replicas, backoff = ListedReplicas(), Backoff()
     while True:
         problem = "it ended the list"
@@ -66,7 +67,7 @@ async def follow_list(pool: ReplicaPool, sessions: session_pb2_grpc.SessionServi
                 continue
             if (
                 error.reason == "DRAINING"
-            ):  # the run has ended, or the orchestrator is replaced: only what follows is a problem
+            ):  # the run has ended, or the orchestrator is being replaced: not a problem by itself
                 log.info("the orchestrator is shutting down")
                 await pool.clock.sleep(_REPLACED_S)
                 continue

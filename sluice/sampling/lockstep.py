@@ -1,11 +1,11 @@
-"""Rounds of requests, so that a run with one seed samples the same tokens each time.
+"""Rounds of requests, so that runs with the same seed sample the same tokens.
 
-An engine's arithmetic depends on which requests it computes together. In a deterministic run the requests of all episodes are
-held back until every episode waits for one, or has ended, and no group may start any more. Then sampling is paused, the requests are handed
-over with priorities in the order of their names, and once the engine has all of them it samples on.
+An engine's arithmetic depends on which requests it computes together. In a deterministic run the requests of all episodes are held back
+until every episode has ended or waits for a request, and no further group may start. Then sampling is paused, the requests are handed
+over with priorities in the order of their names, and when the engine has all of them, sampling resumes.
 
-Whoever is at work is counted: a group from its start to its end, in place of it each of its episodes while they run side by side. A
-request that is held back is not at work.
+`Lockstep` counts how many are at work: each group from its start to its end, or each of its episodes instead while they run side by
+side. While its request is held back, a group or episode is not at work.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = structlog.get_logger(__name__)
 _OWNER = "lockstep"
 
 _HAND_OVER_S = 60.0
-"""Seconds for one round to reach the engine; then sampling resumes with those that did."""
+"""Seconds for the requests of one round to reach the engine. After that, sampling resumes with those that have."""
 
 
 class Lockstep:
     """Holds requests back, and hands them over in rounds.
 
     Args:
-        on_still: Called when nobody is at work: `hand_over` may be due.
+        on_still: Called when no group or episode is at work, because `hand_over` may be due.
     """
 
     def __init__(self, pool: ReplicaPool, on_still: Callable[[], None]) -> None:
@@ -53,14 +53,14 @@ class Lockstep:
 
     @contextlib.contextmanager
     def side_by_side(self, episodes: int) -> Iterator[Callable[[], None]]:
-        """Count the episodes of a group in its place while the block runs; each calls what this yields at its end."""
+        """Count the episodes of a group instead of the group while the block runs. Each episode calls the yielded function when it ends."""
         left = episodes
         self._at_work += episodes - 1
 
         def ended() -> None:
             nonlocal left
             left -= 1
-            if left > 0:  # after the last one the group itself goes on
+            if left > 0:  # after the last episode the group itself is at work again
                 self._stop_working()
 
         try:
@@ -79,7 +79,7 @@ class Lockstep:
             return await released
         except asyncio.CancelledError:
             if self._held.pop(name, None) is not None:
-                self._at_work += 1  # whoever made the request goes on to its end
+                self._at_work += 1  # the episode that made the request is at work until it ends
             self.arrived(name)
             raise
 
@@ -90,7 +90,7 @@ class Lockstep:
             self._all_inside.set()
 
     def hand_over(self) -> None:
-        """Begin a round if nobody is at work; call it when no group may start before one of those under way has ended."""
+        """Begin a round if nothing is at work. Call it only when no group may start before a running group has ended."""
         if self._at_work or not self._held or (self._round is not None and not self._round.done()):
             return
         held, self._held = self._held, {}

@@ -1,7 +1,7 @@
-"""Which replica a request goes to: the least loaded one, or the one that has its prefix unless that has much more to do.
+"""Which replica a request goes to: the replica that has its prefix in the cache, or the least loaded one if that has much less to do. Pure.
 
-Pure. The samples of a group share a prompt, and each turn of an episode begins with the turns before it. The replica that sampled
-them holds their keys and values, and need not compute them again.
+The samples of a group share a prompt, and each turn of an episode begins with the turns before it. The replica that sampled these
+holds their keys and values, and need not compute them again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _PLACES = 64
-"""Samples that are given at a time to a replica which does not say how many it generates."""
+"""Samples that a replica is assumed to take at a time if it does not say how many."""
 
 MOST_HOMES = 1 << 16
-"""Groups and episodes whose replica is remembered; beyond them the least recently used one is forgotten."""
+"""Maximum number of groups and episodes whose replica is remembered. Beyond it, the least recently used one is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Load:
 
     Attributes:
         target: Its address.
-        samples: Samples that are queued or generated there, for whomever.
-        places: Samples that it is given at a time; 0 if it is not known.
+        samples: Samples queued or running there, of all clients.
+        places: Samples that it is given at a time; 0 if unknown.
     """
 
     target: str
@@ -33,14 +33,14 @@ class Load:
 
     @property
     def share(self) -> float:
-        """Samples by places."""
+        """Samples divided by places."""
         return self.samples / (self.places or _PLACES)
 
 
 def place(loads: Sequence[Load], home: str, margin: float) -> str:
-    """Return the target of the least loaded replica, or `home` if its share is at most `margin` above that.
+    """Return `home` if its share is at most `margin` above the share of the least loaded replica; otherwise the target of that replica.
 
-    A home that has all its places taken is no home while the other one has places left.
+    If all places of the home are taken and the other one has free places, return the other one.
 
     Raises:
         ValueError: if there is no replica.
@@ -52,10 +52,10 @@ def place(loads: Sequence[Load], home: str, margin: float) -> str:
 
 
 class Homes:
-    """The replica that has the prefix of each group and each episode.
+    """Remembers which replica has the prefix of each group and each episode.
 
     Args:
-        most: Keys that are remembered at a time.
+        most: Maximum number of keys to remember.
     """
 
     def __init__(self, most: int = MOST_HOMES) -> None:
@@ -71,7 +71,7 @@ class Homes:
         return next((self._targets[key] for key in keys if key in self._targets), "")
 
     def remember(self, keys: Sequence[str], target: str) -> None:
-        """Note where a request went. Its first key, the most specific one, has its prefix there now; the others keep theirs."""
+        """Note where a request went. Its first key, the most specific one, now has its prefix there. Other keys keep their replicas."""
         for number, key in enumerate(keys):
             if number == 0:
                 self._targets[key] = target
@@ -82,6 +82,6 @@ class Homes:
             self._targets.popitem(last=False)
 
     def forget(self, target: str) -> None:
-        """Forget a replica: it is gone, or whatever comes back has no prefix."""
+        """Forget a replica: it is gone, or comes back with an empty cache."""
         for key in [key for key, home in self._targets.items() if home == target]:
             del self._targets[key]

@@ -1,12 +1,12 @@
-"""Sampling from the policy, whatever happens to the replicas: what workflows are given, and what a gateway's clients are.
+"""Sampling from the policy in spite of failing replicas, for workflows and for a gateway's clients.
 
-`PolicyEngine.agenerate` answers when all samples have ended, `PolicyEngine.stream` gives their tokens and text meanwhile.
+`PolicyEngine.agenerate` returns when all samples have ended, `PolicyEngine.stream` yields their tokens and text meanwhile.
 
-Each request is a stream, so that the tokens of a replica that dies, hangs, drains or is evicted are not lost. What is left of the
-request continues at other replicas from the tokens that arrived, all its samples side by side.
+Each request is a stream, so that the tokens of a replica that dies, hangs, drains or is evicted are not lost. The unfinished samples of
+the request continue at other replicas from the tokens that arrived, all samples concurrently.
 
-A call is repeated until the caller's deadline only where waiting helps: the replica is away, starting, draining or full. Any
-other failure may be the request's own fault, so the number of tries is bounded.
+A call is retried until the caller's deadline only if waiting helps: the replica is unreachable, starting, draining or full. Any other
+failure may be the request's own fault, so the number of tries is limited.
 """
 
 from __future__ import annotations
@@ -44,45 +44,45 @@ _ELSEWHERE = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.DATA_LOSS,
 }
-"""Failures that another replica, or the same one later, may not repeat."""
+"""Codes of failures that may not occur at another replica, or at the same one later."""
 
 _RENDERING_BUSY = "RENDERING_BUSY"
 
 _AWAY = {"DRAINING", "ENGINE_RECOVERING", _RENDERING_BUSY, REPLICA_LOST, REPLICA_STALLED, REPLICA_WAITS}
-"""Reasons of UNAVAILABLE that say nothing about the request: it waits for a replica."""
+"""Reasons of UNAVAILABLE that say nothing about the request. It waits for a replica."""
 
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
-"""Codes with which a server says that it failed at this request, with a reason of its own."""
+"""Codes with which a server says that it failed at this request, if a reason other than the code's name comes with them."""
 
 _MOST_FAULTS = 3
-"""How often replicas may fail at a request, one time after the other without a new token, before it fails. One or two may have a fault of
-their own; if three fail, the request is the likelier cause."""
+"""How often in a row replicas may fail at a request, without a new token, before the request fails. One or two replicas may be faulty
+themselves; if three fail, the request is the likelier cause."""
 
 _SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 10.0
-"""Seconds before the third try of a request that failed, doubled before each further one up to the longest: a fleet that fails for a
-moment has time to recover. The second try is made at once, since another replica may be well."""
+"""Seconds before the third try of a request that failed, doubled before each further try up to the longest pause, so that a fleet that fails
+for a moment has time to recover. The second try is made at once, since another replica may be healthy."""
 
 _FRUITLESS = 8
-"""How often samples may be interrupted, one time after the other without a new token, before their request fails. Replicas fail for
-more reasons than by a request: engines die of other requests, networks break."""
+"""How often in a row samples may be interrupted, without a new token, before their request fails. More than `_MOST_FAULTS`, since the
+request need not be the cause: engines die of other requests, and networks break."""
 
 _BUSY_RETRY_S = 0.5
 
 _MOST_SAID = 400
-"""Characters of one replica's answer in the error of a request that failed at several."""
+"""Maximum number of characters of each replica's error in the error of a request that failed at several replicas."""
 
 _MOST_UNSENT = 64
-"""Tokens of one sample that a replica gathers at most before it sends them, as the contract says."""
+"""Maximum number of tokens of one sample that a replica collects before it sends them, as the contract says."""
 
 MOST_COALESCE_S = 60.0
-"""Most seconds of tokens in one message, as the contract says."""
+"""Maximum seconds of tokens in one message, as the contract says."""
 
 _MOST_MESSAGES_PER_S = 1000
-"""Messages a second that all streams together may bring because of the time; each costs the event loop about 0.14 ms."""
+"""Maximum number of messages per second of all streams together, sent because the time is up. Each costs the event loop about 0.14 ms."""
 
 _SHORTEST_S = 1e-3
-"""Least seconds that a rate of tokens is measured over."""
+"""Minimum seconds over which a rate of tokens is measured."""
 
 _RATE_WEIGHT = 0.1
 """Weight of the latest stream in the mean rate."""
@@ -91,13 +91,13 @@ _RATE_WEIGHT = 0.1
 class TokenStream:
     """The tokens and the text of one request as they become final: no failure of a replica takes them back.
 
-    Iterate over it for messages as `RolloutService.GenerateStream` sends them: the first one has the opening; one without deltas is
-    a sign of life. What is not read yet is gathered, so that a slow reader gets fewer and larger messages.
+    Iterate over it for messages as `RolloutService.GenerateStream` sends them: the first message has the opening; a message without deltas is
+    a sign of life. Unread messages are merged, so that a slow reader gets fewer and larger ones.
 
     Args:
         generation: The request and its samples.
-        coalesce_s: Seconds of tokens that a replica is asked to send in one message; None: as the settings say.
-        alive_s: Seconds without news after which a sign of life comes, also while no replica has the request.
+        coalesce_s: Seconds of tokens that a replica should put into one message; None: as the settings say.
+        alive_s: Seconds without tokens after which to send a sign of life, even while no replica has the request.
         clock: The time.
     """
 
@@ -111,7 +111,7 @@ class TokenStream:
 
     @property
     def response(self) -> rollout_pb2.GenerateResponse:
-        """What is known of the answer: all of it when the iteration has ended."""
+        """The answer so far. It is complete when the iteration has ended."""
         return self._generation.response
 
     @property
@@ -120,12 +120,12 @@ class TokenStream:
         return self._generation.replicas
 
     def end(self, sampling: asyncio.Task[None]) -> None:
-        """Note that the task that sampled has ended, by an error or not."""
+        """Note that the task that sampled has ended, with or without an error."""
         self._ended = sampling
         self._changed.set()
 
     def add(self, part: Part, model: rollout_pb2.GetModelResponse) -> None:
-        """Take what became final of a part's samples, at a replica that serves `model`."""
+        """Collect what became final in the samples of a part, at a replica that serves `model`."""
         self._unread.extend(self._generation.final_deltas(part, model))
         if self._unread or (part.opened and not self._opened):
             self._changed.set()
@@ -145,7 +145,7 @@ class TokenStream:
             self._changed.clear()
 
     def _news(self) -> rollout_pb2.GenerateStreamResponse | None:
-        """Return what is to be read next; None if there is nothing."""
+        """Return the next message to read; None if there is nothing to read."""
         response = self.response
         opens = not self._opened and bool(response.prompt_token_ids)
         if not opens and not self._unread:
@@ -163,7 +163,7 @@ class TokenStream:
 
 
 class _Asked(NamedTuple):
-    """A request while it is sampled: its samples, whose tokens its prompt begins with, who reads along, and what the log says of it."""
+    """A request in progress: its samples, the keys of its prefix, the stream that reads along, and the causes that were logged."""
 
     generation: Generation
     keys: Sequence[str]
@@ -175,17 +175,17 @@ class PolicyEngine:
     """Samples from the policy through the pool.
 
     Args:
-        run: Name of the run; empty leaves it unchecked.
+        run: Name of the run. Empty: replicas do not check it.
         deadline_s: Seconds for one request at one replica.
-        only: Use this replica alone, for an evaluation that is pinned to one version. What happens there is counted apart.
-        lockstep: Hands the requests of a deterministic run over in rounds; None: each is made at once.
-        deadline: Counts when requests are served; None: nobody wants to know.
+        only: Use only this replica, for an evaluation that is pinned to one version. It has separate counts.
+        lockstep: Hands the requests of a deterministic run over in rounds. None: each request is made at once.
+        deadline: Counts the time in which requests are served. None: it is not counted.
 
     Attributes:
-        counts: What this process generated: "requests" that were answered, those of them with a sample of several policy
-            versions ("spanning"), "tokens" sampled, attempts that failed and were made again ("retried"), samples that were
-            "continued" from the tokens that they had, tokens that were kept so ("tokens_kept"), and tokens that were sampled
-            and thrown away ("tokens_lost"). The last one contains an estimate of what lost replicas had not sent yet.
+        counts: Counts of this process: "requests" that were answered, answered requests with a sample of several policy versions
+        ("spanning"), "tokens" sampled, failed attempts that were retried ("retried"), samples that "continued" from their
+        tokens, tokens that were kept in this way ("tokens_kept"), and tokens that were sampled and thrown away
+        ("tokens_lost"). The last count includes an estimate of the tokens that lost replicas had not sent yet.
     """
 
     def __init__(
@@ -204,31 +204,31 @@ class PolicyEngine:
         self._run, self._deadline_s, self._only = run, deadline_s, only
 
     def pinned(self, replica: Replica) -> PolicyEngine:
-        """Return the same engine restricted to one replica, with counts of its own."""
+        """Return the same engine restricted to one replica, with separate counts."""
         return PolicyEngine(self.pool, self._run, self._deadline_s, replica)
 
     def timed(self, deadline: ServedDeadline) -> PolicyEngine:
-        """Return the same engine, whose requests say to `deadline` when they are served."""
+        """Return the same engine, whose requests report to `deadline` when they are served."""
         return PolicyEngine(
             self.pool, self._run, self._deadline_s, self._only, lockstep=self.lockstep, deadline=deadline
         )
 
     def _asking(self) -> AbstractContextManager[Callable[[Place], None]]:
-        """Say that a request is under way in the block; it says where it is with what this gives."""
+        """Count a request as in progress in the block. The block reports the place of the request to the function that this returns."""
         return nullcontext(lambda _: None) if self._deadline is None else self._deadline.request()
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Say that the answers to the requests are scored in the block, which has limits of its own."""
+        """Count the time of the block as scoring, which has a separate time limit."""
         return nullcontext() if self._deadline is None else self._deadline.scoring()
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[PolicyEngine]:
-        """Run one of several episodes of a group in the block, with the engine that this yields: it has a deadline of its own.
+        """Run one of several episodes of a group in the block, with the engine that this yields. It has a separate deadline.
 
-        Without it, all episodes together have one deadline, and those that are done are lost with one that is late.
+        Without this, all episodes share one deadline, and if one is late, the finished ones are lost, too.
 
         Raises:
-            OverdueError: if the episode is late; the others go on.
+            OverdueError: if the episode is late. The others continue.
         """
         if self._deadline is None:
             yield self
@@ -237,7 +237,7 @@ class PolicyEngine:
             yield self.timed(own)
 
     def side_by_side(self, episodes: int) -> AbstractContextManager[Callable[[], None]]:
-        """Say that a group runs so many episodes side by side in the block; each calls what this gives at its end."""
+        """Note that a group runs this number of episodes concurrently in the block. Each calls the returned function when it ends."""
         return nullcontext(lambda: None) if self.lockstep is None else self.lockstep.side_by_side(episodes)
 
     async def agenerate(
@@ -246,13 +246,13 @@ class PolicyEngine:
         """Sample all continuations of a prompt; the caller sets the deadline of the whole.
 
         Args:
-            request: What to sample. It may not ask for the log-probabilities of the prompt, which streams do not have.
-            prefix_keys: Whose tokens the prompt begins with, the most specific first, such as the names of its episode and of
-                its group. Requests with a common key go to one replica, which has these tokens in its cache.
-            replicas: Gets the addresses of the replicas that are asked.
+            request: The request. It may not ask for log-probabilities of the prompt, which streams do not have.
+            prefix_keys: Keys for the tokens that the prompt begins with, the most specific first, such as the names of its episode and
+            its group. Requests with a common key go to the replica that has these tokens in its cache.
+            replicas: List to which the addresses of the replicas that are asked are added.
 
         Raises:
-            SluiceError: if the request itself is at fault, replicas failed at it again and again, or a sample was interrupted so.
+            SluiceError: if the request itself is at fault, or if too many times in a row replicas failed at it or a sample was interrupted.
         """
         generation = self._generation(request, prefix_keys)
         generation.replicas = replicas if replicas is not None else []
@@ -268,16 +268,16 @@ class PolicyEngine:
         coalesce_s: float | None = 0.05,
         alive_s: float = 1.0,
     ) -> AsyncIterator[TokenStream]:
-        """Sample as `agenerate` does while the block reads the tokens. Leaving the block ends the sampling.
+        """Sample like `agenerate`, while the block reads the tokens. Leaving the block ends the sampling.
 
         Args:
-            request: As for `agenerate`. Text comes if it asks for text, messages with the last delta of each sample.
+            request: As for `agenerate`. If it asks for text, deltas have text. If it asks for messages, the last delta of each sample has one.
             prefix_keys: As for `agenerate`.
-            coalesce_s: Seconds of tokens in one message, more with thousands of requests under way; None: as the settings say.
-            alive_s: Seconds without news after which a message without deltas comes.
+            coalesce_s: Seconds of tokens in one message; more with thousands of requests in progress. None: as the settings say.
+            alive_s: Seconds without tokens after which a message without deltas comes.
 
         Raises:
-            SluiceError: as `agenerate`, from the iteration.
+            SluiceError: as `agenerate`, raised by the iteration.
         """
         generation = self._generation(request, prefix_keys)
         stream = TokenStream(generation, coalesce_s, alive_s, self.pool.clock)
@@ -293,10 +293,10 @@ class PolicyEngine:
             await asyncio.wait({sampling})
 
     def _generation(self, request: rollout_pb2.GenerateRequest, prefix_keys: Sequence[str]) -> Generation:
-        """Return the samples of a new request, after it was made ready to be sent.
+        """Make a new request ready to be sent. Return its samples.
 
         Raises:
-            SluiceError: if it asks for what streams do not have.
+            SluiceError: if it asks for something that streams do not have.
         """
         if request.return_prompt_logprobs:
             raise SluiceError.invalid_argument(
@@ -308,7 +308,7 @@ class PolicyEngine:
         return Generation(request)
 
     async def _sample(self, asked: _Asked) -> None:
-        """Sample a request to its end, and count what came of it."""
+        """Sample a request to its end, and count its tokens."""
         request = asked.generation.request
         if self.lockstep is not None:
             with self._asking() as at:
@@ -329,7 +329,7 @@ class PolicyEngine:
         """Return the token ids of text or messages, by the model's own tokenizer and template; the caller sets the deadline.
 
         Raises:
-            SluiceError: if the text is at fault, or replicas failed at it again and again.
+            SluiceError: if the text is at fault, or replicas failed at it too often.
         """
         told: set[tuple[str, str]] = set()
         tries, failures, avoid = 0, list[Failure](), ""
@@ -351,7 +351,7 @@ class PolicyEngine:
             avoid = replica.target
 
     async def _finish(self, asked: _Asked) -> None:
-        """Ask one replica for the whole, and others, side by side, for what is left of it."""
+        """Ask one replica for all samples, then others, concurrently, for the samples that are left."""
         if self._only is None:
             with self._asking() as at:
                 at(Place.QUEUED)
@@ -362,7 +362,7 @@ class PolicyEngine:
             while left or under_way:
                 under_way |= {asyncio.create_task(self._attempt(asked, part)) for part in left}
                 done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                discard_outcome(*done)  # of several that failed, one is raised
+                discard_outcome(*done)  # if several failed, only one error is raised
                 left = [part for each in done for part in each.result()]
         finally:
             for each in under_way:
@@ -372,16 +372,16 @@ class PolicyEngine:
                 discard_outcome(*under_way)
 
     async def _attempt(self, asked: _Asked, part: Part) -> list[Part]:
-        """Ask one replica for samples; return what is left to ask for.
+        """Ask one replica for samples. Return the parts that are left to ask for.
 
         Raises:
-            SluiceError: if the request is at fault, replicas failed at it too often, or its samples were interrupted so.
+            SluiceError: if the request is at fault, or if too many times in a row replicas failed at it or its samples were interrupted.
         """
         with self._asking() as at:
             return await self._attempt_at(asked, part, at)
 
     async def _attempt_at(self, asked: _Asked, part: Part, at: Callable[[Place], None]) -> list[Part]:
-        """Do as `_attempt`, and say where the request is."""
+        """Do what `_attempt` says, and report the place of the request to `at`."""
         wanted = Version.from_proto(part.request.min_policy_version)
         avoid = {part.avoid, *(each.target for each in part.failures)}
         replica = self._only or await self.pool.choose(wanted, avoid, asked.keys)
@@ -398,7 +398,7 @@ class PolicyEngine:
             await self._failed(replica, error, asked.told, is_first=not part.failures)
         finally:
             self.pool.let_in()
-        # A request that kills each replica that begins with it, or hangs it, must not go through the whole fleet.
+        # A request that kills or hangs every replica that begins with it must not go through the whole fleet.
         lost = problem is not None and part.opened and _is_lost(problem)
         failed = problem is not None and not _waits(problem)
         left = asked.generation.rest(
@@ -423,19 +423,19 @@ class PolicyEngine:
         return left
 
     def _require_another_try(self, tries: int, failures: Sequence[Failure], problem: SluiceError | None) -> None:
-        """Check that a request may be made once more.
+        """Check that a request may be tried once more.
 
         Args:
-            tries: Tries, one after the other, that brought no token.
-            failures: What the replicas answered that failed at it meanwhile.
-            problem: Why the last try ended; None if its stream ended in order.
+            tries: Number of tries in a row that brought no token.
+            failures: Errors of the replicas that failed at the request during these tries.
+            problem: Error that ended the last try; None if its stream ended in order.
 
         Raises:
-            SluiceError: if it was made often enough.
+            SluiceError: if the request was tried too often.
         """
         if len(failures) >= _MOST_FAULTS and problem is not None:
             if len({each.target for each in failures}) > 1:
-                self.pool.forgive(failures[0].target)  # the others got no rest
+                self.pool.forgive(failures[0].target)  # only the first replica got a pause for its failure
             said = "; ".join(each.said for each in failures)
             raise SluiceError(
                 problem.code,
@@ -450,19 +450,19 @@ class PolicyEngine:
             raise SluiceError.aborted("INTERRUPTED", f"a sample was interrupted {_FRUITLESS} times in a row{reason}")
 
     async def _pause(self, tries: int) -> None:
-        """Wait before a request that failed is made again: not at all after the first try."""
+        """Wait before a failed request is retried. After the first try, do not wait."""
         if tries > 1:
             await self.pool.clock.sleep(min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2.0 ** (tries - 2)))
 
     async def _receive(
         self, replica: Replica, part: Part, stream: TokenStream | None, at: Callable[[Place], None]
     ) -> None:
-        """Take what one replica samples, until its stream ends.
+        """Receive the samples of one replica until its stream ends.
 
         Raises:
-            SluiceError: if it ends with an error, breaks, or is given up.
+            SluiceError: if the stream ends with an error, breaks, or is given up.
         """
-        # In lockstep the first message of each is waited for.
+        # Lockstep waits for the first message of each stream, so many streams must not delay it.
         streams = self.pool.calls if self.lockstep is None else 0
         every_s = coalescing_s(self.pool.config, streams, None if stream is None else stream.coalesce_s)
         request = rollout_pb2.GenerateStreamRequest(request=part.request)
@@ -496,22 +496,22 @@ class PolicyEngine:
     async def _failed(
         self, replica: Replica, error: SluiceError, told: set[tuple[str, str]], *, is_first: bool
     ) -> None:
-        """Note that a call failed; return when it may be made again.
+        """Note that a call failed. Return when it may be retried.
 
         Args:
-            replica: Who answered.
-            error: What it answered.
-            told: Causes that the log has of this request already, by replica and reason; gets this one.
-            is_first: Whether no replica failed at the request before. Else the request is the likely cause, and the replica keeps
-                its work.
+            replica: The replica that answered.
+            error: Its answer.
+            told: Causes (replica and reason) already logged for this request; this cause is added.
+            is_first: Whether no replica failed at the request before. If one did, the request is the likely cause, and the replica
+                keeps its work.
 
         Raises:
-            SluiceError: the failure itself, if it would be the same elsewhere.
+            SluiceError: `error` itself, if it would be the same at other replicas.
         """
         if not _retryable(error):
             raise error
         self.counts["retried"] += 1
-        # One warning for a replica that fails, not one for each of its requests, and one for each cause that a request waits for.
+        # Warn once per failing replica, not once per request there; and once per cause for which a request waits.
         cause = (replica.target, error.reason)
         tell = log.debug if replica.why_not() or cause in told else log.warning
         told.add(cause)
@@ -521,7 +521,7 @@ class PolicyEngine:
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             self.pool.refused(replica)
         elif error.reason == _RENDERING_BUSY:
-            pass  # the prompts of its tenant wait for each other: the replica is well
+            pass  # the prompts of its tenant wait for each other: the replica is healthy
         elif replica.loss is None and (is_first or not _is_fault(error)):
             replica.work_failed(error)
         if (
@@ -533,15 +533,15 @@ class PolicyEngine:
 
 
 def coalescing_s(config: ReplicasConfig, streams: int, wanted_s: float | None = None) -> float:
-    """Return the seconds of tokens that a replica is asked to send in one message while so many streams are under way. Pure.
+    """Return how many seconds of tokens a replica should put into one message while `streams` streams are in progress. Pure.
 
-    It grows with them, so that the messages of all do not keep the event loop from everything else. Silence for `progress_s` must stay
-    a sign that a stream is stuck: so it is at most half of that, and what the contract allows.
+    The time grows with the number of streams, so that their messages leave the event loop time for other work. It is at most half of
+    `progress_s`, because silence for `progress_s` must remain a sign of a stuck stream, and at most what the contract allows.
 
     Args:
         config: The settings.
-        streams: Streams under way.
-        wanted_s: What is wanted while they are few; None: `coalesce_s`.
+        streams: Number of streams in progress.
+        wanted_s: Seconds while there are few streams; None: `coalesce_s`.
     """
     least_s = config.coalesce_s if wanted_s is None else wanted_s
     return min(config.progress_s / 2, MOST_COALESCE_S, max(least_s, streams / _MOST_MESSAGES_PER_S))
@@ -557,23 +557,23 @@ def _retryable(error: SluiceError) -> bool:
 
 
 def _waits(error: SluiceError) -> bool:
-    """Return whether the call may be repeated as long as its caller likes: the replica is away, behind, or full."""
+    """Return whether the call may be retried until its caller's deadline: the replica is unreachable, behind, or full."""
     match error.code:
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return True
         case grpc.StatusCode.UNAVAILABLE:
             return is_broken(error) or error.reason in _AWAY
         case grpc.StatusCode.FAILED_PRECONDITION:
-            # A replica that restarted serves an older version than it last said; another one will do, or the same one later.
+            # A restarted replica serves an older version than it last reported. Try another one, or the same one later.
             return "VERSION" in error.reason
     return False
 
 
 def _is_fault(error: SluiceError) -> bool:
-    """Return whether a server failed at the request itself. What gRPC or a proxy says of a broken stream has no reason."""
+    """Return whether a server failed at the request itself. Errors of gRPC or a proxy for a broken stream have no reason."""
     return error.code in _FAULTS and error.reason != error.code.name
 
 
 def _failure_of(replica: Replica, error: SluiceError) -> Failure | None:
-    """Return the answer of a replica that failed at a request; None if something else is the matter."""
+    """Return the failure of a replica at a request; None if the error has another cause."""
     return Failure(replica.target, f"{replica.name}: {str(error)[:_MOST_SAID]}") if _is_fault(error) else None

@@ -1,7 +1,7 @@
-"""The rollout replicas of a run: which are there, which of them get work, and when one is given up.
+"""The rollout replicas of a run: which ones are known, which of them get work, and when a replica is evicted.
 
-A replica is evicted when its connection breaks or when it makes no progress (`progress`). Its calls are then cancelled as soon as
-another replica can take them, and it gets work again when it answers and its engine steps.
+A replica is evicted when its connection breaks or when it makes no progress (`progress`). Its calls are cancelled as soon as another
+replica can take them. It gets work again when it answers and its engine steps.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from sluice.versions import Version
 log = structlog.get_logger(__name__)
 
 _TICK_S = 0.25
-"""Seconds between two looks at who makes progress; less if `progress_s` is short."""
+"""Seconds between two checks of which replicas make progress; less if `progress_s` is short."""
 
 
 _AWAITING_POLL_S = 0.02
-"""Least seconds between two status requests to a replica while a newer version is awaited: it answers when it has it."""
+"""Minimum seconds between two status requests to a replica while a newer version is awaited. It answers them when it has the version."""
 
 _AFFINITY_MARGIN = 0.25
-"""How much busier than the least busy replica, as a share of its samples, the one that has a request's prefix may be and still get it."""
+"""How much busier the replica that has a request's prefix may be than the least busy one and still get the request; difference of `Load.share`."""
 
 _COMPARED = 64
-"""Replicas of which the least loaded one is chosen. Of a larger fleet these are the next ones in turn: among so many there is one with
-little to do, and to look at thousands for each request took more than all else that a request costs."""
+"""Number of replicas that are compared to choose the least loaded. In a larger fleet, compare the next ones in turn: one among this number has
+little to do, and comparing thousands for each request took more time than the rest of a request."""
 
 
 class _Fit(NamedTuple):
-    """How many replicas get work, how many of them have been paused for long, and how many samples all are given at a time."""
+    """Number of replicas that get work, how many of them have been paused for long, and the samples that they are given at a time in total."""
 
     replicas: int
     paused: int
@@ -52,20 +52,20 @@ class _Fit(NamedTuple):
 
 
 class ReplicaPool:
-    """Finds, polls, evicts and chooses replicas; `run` does the first three.
+    """Finds, polls, evicts and chooses replicas. `run` finds, polls and evicts.
 
     Args:
-        addresses: Configured addresses. A name stands for all addresses that it resolves to, and is resolved again regularly.
+        addresses: Configured addresses. A name stands for all addresses that it resolves to; it is resolved again regularly.
         on_change: Called when a replica's version or fitness changed.
         concurrency: How many samples a replica is given at a time.
         group: Samples that are dispatched together.
-        holds_back: Whether new requests wait here, first in, first out, while each replica has as many samples as it is given at a
-            time. If false, callers ask `has_room` before they make a request.
-        clock: The time, for waits and limits.
+        holds_back: Whether new requests wait here, first in, first out, while no replica may be given more samples. If false, callers
+        ask `has_room` before they make a request.
+        clock: Time of waits and limits.
 
     Attributes:
-        clock: The time, also for what samples through this pool.
-        counts: What happened at replicas, by name; `PolicyEngine` counts here too. Evictions are "evicted_" and a `Loss`.
+        clock: Time of waits and limits, also for the engines that sample through this pool.
+        counts: Counts of events at replicas, by name of the event; `PolicyEngine` counts here, too. Evictions are "evicted_" and a `Loss`.
         sample_rate: Tokens per second of one sample, a moving average that `PolicyEngine` keeps.
 
     Raises:
@@ -118,10 +118,10 @@ class ReplicaPool:
         self._holds_back = holds_back
         self._line: deque[asyncio.Future[None]] = deque()
         self._let_go = 0
-        """Requests that left the line and are not under way yet."""
+        """Requests that left the line and have not begun yet."""
         self._last_digest = self._last_dtype = ""
         self._waited_for: set[Version] = set()
-        """Versions for which calls wait, as the log has it."""
+        """Versions for which the log says that calls wait."""
 
     @property
     def replicas(self) -> list[Replica]:
@@ -135,14 +135,14 @@ class ReplicaPool:
 
     @property
     def calls(self) -> int:
-        """Calls that this process has under way at all replicas."""
+        """Calls of this process in progress at all replicas."""
         return sum(len(each.works) for each in self._replicas.values())
 
     async def run(self) -> None:
         """Find, poll and watch replicas until cancelled, then close their channels.
 
         Raises:
-            ExceptionGroup: with whatever the search for replicas or one of the polls raised.
+            ExceptionGroup: with the errors of the search for replicas and of the polls.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -160,7 +160,7 @@ class ReplicaPool:
                 await replica.close()
 
     async def _follow_names(self) -> None:
-        """Let the replicas join that are configured or given by `use`, and forget those that are no more."""
+        """Add the replicas that are configured or given by `use`, and forget others that have ended."""
         configured = await resolve_targets(self._addresses)
         targets: dict[str, str | None] = dict.fromkeys(configured)
         for target, name in self._used.items():
@@ -168,8 +168,8 @@ class ReplicaPool:
         for target, announced_as in targets.items():
             self._join(target, announced_as)
         for target in [each for each in self._replicas if each not in targets]:
-            # It left the name service, or is no longer given. A name service may err: such a replica is kept while it works.
-            # One that said that it leaves is shown until it has ended.
+            # It left the name service, or `use` no longer names it. A name service may err, so keep a replica that still works.
+            # Keep one that leaves until it has ended, so that it is still shown.
             replica = self._replicas[target]
             replica.leaving = replica.announced_as is not None
             shown = replica.works or not replica.why_not() or (replica.leaving and replica.drains)
@@ -217,7 +217,7 @@ class ReplicaPool:
                     replica.engine_load, replica.in_flight, self._listening.now, held_back=self._held_back
                 )
             if replica.model.tokenizer_digest and (was_lost or replica.model is not known):
-                # Not at each poll: it reads all replicas, and each of thousands is polled twice a second.
+                # Not at each poll: `sampler_dtype` reads all replicas, and each of thousands is polled twice a second.
                 self._last_digest, self._last_dtype = replica.model.tokenizer_digest, self.sampler_dtype()
             self._tell_changes(replica)
             self.let_in()
@@ -238,18 +238,19 @@ class ReplicaPool:
         changed.set()
 
     async def changed(self) -> None:
-        """Wait until a replica came, went, or changed its version or whether it gets work."""
+        """Wait until a replica comes or goes, or its version or fitness changes."""
         await self._changed.wait()
 
     def _awaited_of(self, replica: Replica) -> Version | None:
-        """Return the version that dispatch waits for if this replica is fit and does not serve it yet."""
+        """Return the version that dispatch waits for, if this replica is fit and does not serve that version yet."""
         wanted = self._wanted
         return wanted if wanted is not None and not replica.why_not() and replica.version < wanted else None
 
     async def _pause(self, replica: Replica, waited_s: float) -> None:
-        """Wait for the next poll: no longer than it takes if dispatch waits for a version that this replica does not serve yet.
+        """Wait for the next poll. Poll at once if dispatch waits for a version that this replica does not serve yet.
 
-        The replica answers such a poll when it has the version. One that answers before, after `waited_s`, is asked again soon.
+        The replica answers such a poll when it has the version. It may answer
+        earlier, after `waited_s`. Then wait until `_AWAITING_POLL_S` have passed since the last poll.
         """
         if self._awaited_of(replica) is not None:
             if waited_s:
@@ -260,7 +261,7 @@ class ReplicaPool:
                 await self._wants_another.wait()
 
     async def _watch(self) -> None:
-        """Evict replicas that hang, and cancel the calls of lost ones that another replica can take."""
+        """Evict replicas that hang. Cancel calls at lost replicas if another replica can take them."""
         while True:
             await self.clock.sleep(self._tick_s)
             now = self._listening.tick(self.clock())
@@ -270,15 +271,15 @@ class ReplicaPool:
             fit = self._counted = self._fit()
             for replica in self.replicas:
                 self._move(replica, fit, now)
-            self.let_in()  # cooldowns end without a notice
+            self.let_in()  # cooldowns end without an event
 
     def _fit(self) -> _Fit:
-        """Count the replicas that get work. Counted once for all of them: a fleet of thousands is looked at four times a second."""
+        """Count the replicas that get work. `_watch` counts once per tick, not once per replica, since a fleet may have thousands."""
         fit = [each for each in self._replicas.values() if not each.why_not()]
         return _Fit(len(fit), sum(each.paused_long for each in fit), sum(each.limit.samples for each in fit))
 
     def _move(self, replica: Replica, fit: _Fit, now: float) -> None:
-        """Cancel the calls of a replica that is lost, or at which they are stuck, if they can be made elsewhere."""
+        """If other replicas get work, cancel all calls of a lost replica, and the stuck calls of any other."""
         if not replica.works:
             return
         gets_work = not replica.why_not()
@@ -316,16 +317,16 @@ class ReplicaPool:
 
     @property
     def now(self) -> float:
-        """Seconds in which this process listened to others: how long they have been silent does not count its own pauses."""
+        """Clock for the silence of replicas: seconds in which this process listened, without its own pauses."""
         return self._listening.now
 
     def use(self, replicas: Mapping[str, str]) -> None:
-        """Use these replicas from now on, beside those at configured addresses, and no longer those of the call before.
+        """Use these replicas and those at configured addresses from now on. Drop those of the previous call.
 
-        What is left out finishes what it has and gets nothing new.
+        A replica that is left out finishes its work and gets no new work.
 
         Args:
-            replicas: Names by target, empty if any will do; a replica that says that it has another one gets no work.
+            replicas: Expected names by target; an empty name accepts any. A replica that reports another name gets no work.
         """
         for target, name in replicas.items():
             known = self._replicas.get(target)
@@ -336,7 +337,7 @@ class ReplicaPool:
         self._search.set()
 
     def retire(self, target: str, name: str) -> None:
-        """Give a replica that says that it leaves nothing new; what it has under way ends there or continues elsewhere."""
+        """Give no new work to a replica that says it leaves. Its calls in progress end there or continue elsewhere."""
         replica = self._replicas.get(target)
         if replica is not None and name in (replica.name, replica.announced_as):
             replica.left = True
@@ -344,33 +345,33 @@ class ReplicaPool:
             self._tell_changes(replica)
 
     def refused(self, replica: Replica) -> None:
-        """Give a replica fewer samples at a time: its queue is full."""
+        """Give a replica fewer samples at a time, because its queue is full."""
         replica.limit.refused(replica.in_flight, self._listening.now)
 
     def forgive(self, target: str) -> None:
-        """Take back a failed request that other replicas failed at too: it was not the replica's fault."""
+        """Do not count a failed request against a replica, because other replicas failed at it, too."""
         if (replica := self._replicas.get(target)) is not None:
             replica.work_forgiven()
 
     def wait_for(self, wanted: Version | None) -> None:
-        """Poll often while dispatch waits for a version; None: it waits for none."""
+        """Poll often while dispatch waits for `wanted`; None: it waits for no version."""
         if wanted is not None and wanted != self._wanted:
             self._wants_another.set()
             self._wants_another = asyncio.Event()
         self._wanted = wanted
 
     def has_room(self, running_groups: int) -> bool:
-        """Return whether the replicas can be given one more group beside those that run."""
+        """Return whether the replicas can be given one more group in addition to the running ones."""
         fit = self._counted
-        if fit is None or len(self._replicas) <= _COMPARED:  # else as the last tick counted them
+        if fit is None or len(self._replicas) <= _COMPARED:  # in a larger fleet, use the count of the last tick
             fit = self._fit()
         self._held_back = bool(fit.replicas) and running_groups >= max(1, fit.samples // self._group)
         return not self._held_back
 
     async def room(self) -> None:
-        """Wait in line until a replica has room for a new request; where requests are not held back, return at once.
+        """Wait in line until a replica has room for a new request. If requests are not held back, return at once.
 
-        The line is as long as the callers let it be.
+        The pool does not limit the length of the line; its callers do.
         """
         if not self._holds_back or (not self._line and self._places_left() > 0):
             return
@@ -381,7 +382,7 @@ class ReplicaPool:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                with contextlib.suppress(ValueError):  # it may have come to its turn since
+                with contextlib.suppress(ValueError):  # it may have left the line since
                     self._line.remove(turn)
             else:
                 self._let_go -= 1
@@ -390,7 +391,7 @@ class ReplicaPool:
         self._let_go -= 1
 
     def let_in(self) -> None:
-        """Let as many requests of the line go on as the replicas have room for; call it when a request has ended."""
+        """Take requests from the line while the replicas have room. Call it when a request has ended."""
         if not self._line:
             return
         left = self._places_left()
@@ -408,12 +409,12 @@ class ReplicaPool:
         return sum(max(0, each.limit.samples - each.in_flight) for each in fit) - self._let_go
 
     def pick(self, wanted: Version, avoid: Collection[str] = (), keys: Sequence[str] = ()) -> Replica | None:
-        """Return the replica for a request, of those that serve `wanted` or newer; None if no replica does.
+        """Return the replica for a request, among those that serve `wanted` or newer; None if no such replica gets work.
 
         Args:
             wanted: Oldest version that may sample.
-            avoid: Targets that are chosen only if there is no other.
-            keys: Whose prefix the request begins with, the most specific first, such as its episode and its group.
+            avoid: Targets to choose only if there is no other.
+            keys: Keys of the prefixes that the request begins with, the most specific first, such as its episode and its group.
         """
         home = self._homes.find(keys) if keys else ""
         fit: list[Replica] = []
@@ -433,7 +434,7 @@ class ReplicaPool:
         return self._replicas[place([each.load for each in best], home, _AFFINITY_MARGIN)]
 
     def _in_turn(self, home: str) -> Iterator[Replica]:
-        """Yield all replicas. In a fleet of more than are compared, `home` comes first, and then those whose turn it is."""
+        """Yield all replicas. If there are more than `_COMPARED`, yield `home` first, then the others in turn: each call begins one further."""
         if len(self._replicas) <= _COMPARED:
             yield from self._replicas.values()
             return
@@ -446,11 +447,11 @@ class ReplicaPool:
         yield from (each for each in self._order[first:] + self._order[:first] if each is not at_home)
 
     async def choose(self, wanted: Version, avoid: Collection[str] = (), keys: Sequence[str] = ()) -> Replica:
-        """Wait until `pick` finds a replica, remember it for the keys and return it; the caller sets the deadline."""
+        """Wait until `pick` finds a replica. Remember it for the keys and return it. The caller sets the deadline."""
         while (replica := self.pick(wanted, avoid, keys)) is None:
             self._tell_wait(wanted)
             with contextlib.suppress(TimeoutError):
-                # Cooldowns end without a notice.
+                # Cooldowns end without an event.
                 async with self.clock.timeout(self.config.poll_s):
                     await self.changed()
         if self._waited_for:
@@ -459,7 +460,7 @@ class ReplicaPool:
         return replica
 
     def _tell_wait(self, wanted: Version) -> None:
-        """Log that calls wait for a replica, and why: once, until a call of this version, or of a newer one, finds one."""
+        """Log that calls wait for a replica, and why. Log it again only after a call for this version, or a newer one, has found a replica."""
         if wanted not in self._waited_for:
             self._waited_for.add(wanted)
             log.info("calls wait for a replica", wanted=str(wanted), reason=self._why_none(wanted))
@@ -478,7 +479,7 @@ class ReplicaPool:
         )
 
     def none_at(self, wanted: Version, waited_s: float, setting: str) -> SluiceError:
-        """Return the error after `waited_s` seconds without a replica of a version that is new enough; `setting` is the name of that limit."""
+        """Return the error for a request that found no replica with `wanted` or newer for `waited_s` seconds. `setting` names that limit."""
         serve = self._why_none(wanted)
         return SluiceError.unavailable(
             "NO_REPLICA",
@@ -487,9 +488,9 @@ class ReplicaPool:
         )
 
     def tokenizer_digest(self) -> str:
-        """Return the digest of tokenizer and template that the replicas share; empty until one answered.
+        """Return the digest of tokenizer and template that the replicas share; empty until a replica answered.
 
-        While none answers, it is the last known one, so that samples can be trained without the replicas.
+        While none answers, return the last known digest, so that samples can be trained without the replicas.
 
         Raises:
             SluiceError: FAILED_PRECONDITION if they differ.
@@ -504,9 +505,9 @@ class ReplicaPool:
         return next(iter(digests), self._last_digest)
 
     def sampler_dtype(self) -> str:
-        """Return the precision of the replicas' weights, such as ``bfloat16``; empty if it is not known or they differ.
+        """Return the precision of the replicas' weights, such as ``bfloat16``; empty if it is unknown or they differ.
 
-        While none answers it is the last one.
+        While none answers, return the last known precision.
         """
         models = [each.model for each in self.replicas if each.loss is None and each.model.tokenizer_digest]
         if not models:
@@ -515,7 +516,7 @@ class ReplicaPool:
         return dtypes.pop() if len(dtypes) == 1 else ""
 
     def update_metrics(self, newest: Version) -> dict[str, float]:
-        """Return how long the slowest replica took for each part of its last update, and how many versions the last one lags."""
+        """Return how long the slowest replica took for each part of its last update, and by how many versions the oldest replica lags."""
         ready = [each for each in self.replicas if not each.why_not()]
         timings = [each.status.last_update for each in ready if each.status.HasField("last_update")]
         if not timings:

@@ -1,8 +1,8 @@
 """Whether a replica makes progress. Pure: the caller passes the time.
 
 A replica hangs if nothing arrives from it, or if its engine makes no step while it has work. A stopped process, a cut cable and
-a dead host look the same: silence. A paused replica and one without work make no steps and do not hang. One that switches to
-other weights makes none either, and has a limit of its own for it.
+a dead host look the same: silence. A paused replica and a replica without work make no steps and do not hang. A replica that switches to
+other weights makes no steps either. That has a separate limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sluice.v1 import rollout_pb2
 
 _WORKING_STATES = {rollout_pb2.REPLICA_STATE_SERVING, rollout_pb2.REPLICA_STATE_DRAINING}
 _WORKING_STAGES = {rollout_pb2.REQUEST_STAGE_QUEUED, rollout_pb2.REQUEST_STAGE_RUNNING}
-"""A queued request waits for the engine's next steps: if there are none, the engine hangs as much as with a running one."""
+"""Stages of requests that need steps of the engine. A queued request waits for the next step, so it counts as work, too."""
 
 
 class Loss(StrEnum):
@@ -28,7 +28,7 @@ class Loss(StrEnum):
     STALLED = "stalled"
     """It answers, but its engine makes no step."""
     SWITCHING = "switching"
-    """It answers, but does not come to the end of a switch to other weights."""
+    """It answers, but does not finish a switch to other weights."""
 
 
 class Patience(NamedTuple):
@@ -48,11 +48,11 @@ class Patience(NamedTuple):
 class ListeningClock:
     """Counts the seconds in which this process listened to others.
 
-    While its own event loop stands still, messages wait unread. That time does not count as silence of the others.
+    While the event loop of this process is blocked, messages wait unread. That time does not count as silence of the others.
 
     Args:
         tick_s: Seconds between two ticks.
-        now: The time, in monotonic seconds.
+        now: Monotonic time in seconds.
     """
 
     def __init__(self, tick_s: float, now: float) -> None:
@@ -60,7 +60,7 @@ class ListeningClock:
         self._most, self._last = 2 * tick_s, now
 
     def tick(self, now: float) -> float:
-        """Add the time since the last tick, or two ticks if it is more. Return the seconds so far."""
+        """Add the time since the last tick, at most two ticks. Return the seconds so far."""
         self.now += min(now - self._last, self._most)
         self._last = now
         return self.now
@@ -68,12 +68,12 @@ class ListeningClock:
 
 @dataclass(slots=True)
 class ReplicaProgress:
-    """What was last heard of one replica.
+    """The latest signs of progress of one replica.
 
     Attributes:
         heard_at: When the last message arrived.
-        moved_at: When its engine last made a step, or was known to have nothing to do.
-        switching_at: When it was first found switching to other weights without a step since; None while it does not.
+        moved_at: When its engine last made a step, or last had nothing to do.
+        switching_at: Since when it has been switching to other weights without a step; None while it is not switching.
     """
 
     heard_at: float
@@ -102,12 +102,12 @@ class ReplicaProgress:
             self.switching_at = None
         elif self.switching_at is None or steps != self._steps:
             self.switching_at = now
-        # A replica that does not count its steps says 0: then only silence is a sign.
+        # A replica that does not count its steps reports 0. Then only silence shows that it hangs.
         if steps != self._steps or not has_work or not steps:
             self._steps, self.moved_at = steps, now
 
     def hang(self, now: float, patience: Patience, step_s: float) -> Loss | None:
-        """Return how it hangs; None if it does not. One step of its engine may take `step_s`."""
+        """Return the way in which it hangs; None if it does not hang. One step of its engine may take `step_s`."""
         if now - self.heard_at > patience.progress_s:
             return Loss.SILENT
         if self.switching_at is not None and now - self.switching_at > patience.switch_s:
@@ -117,12 +117,12 @@ class ReplicaProgress:
 
 @dataclass(slots=True)
 class StreamProgress:
-    """What was last heard of one stream. The replica may answer otherwise while this stream is stuck.
+    """The latest signs of progress of one stream. It may be stuck while the replica answers other calls.
 
     Attributes:
         heard_at: When its last message arrived.
-        stage: Where its request stood then.
-        stage_at: Since when it has stood there.
+        stage: Stage of its request in that message.
+        stage_at: Since when the request has been in this stage.
     """
 
     heard_at: float
@@ -136,11 +136,11 @@ class StreamProgress:
             self.stage, self.stage_at = stage, now
 
     def silent(self, now: float, patience: Patience) -> bool:
-        """Return whether nothing arrives, although the replica answers otherwise."""
+        """Return whether the stream has been silent for too long."""
         return now - self.heard_at > patience.progress_s
 
     def waits(self, now: float, patience: Patience) -> bool:
-        """Return whether it has waited so long for the end of a pause or a switch that it is better made elsewhere."""
+        """Return whether it has waited so long for the end of a pause or a switch that another replica should take it."""
         waited_s = now - self.stage_at
         match self.stage:
             case rollout_pb2.REQUEST_STAGE_PAUSED:

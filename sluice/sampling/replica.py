@@ -1,4 +1,4 @@
-"""One rollout replica: what it last said, what it has to do, and whether it gets work."""
+"""One rollout replica: its last report, its load, and whether it gets work."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from sluice.versions import BASE, Version
 Call: TypeAlias = "grpc.aio.Call"
 
 _LONGEST_WAIT_S = 60.0
-"""Most seconds that a status request may wait for a version, as the contract says."""
+"""Maximum seconds that a status request may wait for a version, as the contract says."""
 
 _FIRST_COOLDOWN_S = 0.2
 _LONGEST_COOLDOWN_S = 10.0
-"""Seconds without work after a failed request, doubled with each further failure: a replica may answer polls and still fail."""
+"""Seconds without work after a failed request, doubled with each further failure up to the longest. A replica may answer polls and still fail."""
 
 _MOST_DOUBLINGS = 30
-"""How often the time for a step is doubled at most: no float overflows."""
+"""Maximum number of times that the time for a step is doubled, so that no float overflows."""
 
 _LONGEST_STALL_REST_S = 120.0
-"""Most seconds without work after the engine stalled: each attempt with such an engine costs its requests `progress_s`."""
+"""Maximum seconds without work after the engine stalled. Each attempt with such an engine costs its requests `progress_s`."""
 
 _WAITS = {rollout_pb2.REPLICA_STATE_PAUSED, rollout_pb2.REPLICA_STATE_SWITCHING}
 _READY = {rollout_pb2.REPLICA_STATE_SERVING, *_WAITS}
-"""A replica that is paused or switches takes work too: that is mostly short, and requests queue there."""
+"""States of a replica that takes work. This includes pauses and switches: they are mostly short, and requests queue there."""
 
 REPLICA_LOST = "REPLICA_LOST"
 """Reason of the error of a call that the pool gave up because the replica was lost, or its stream was silent."""
 
 REPLICA_STALLED = "REPLICA_STALLED"
-"""Reason of the error of a call that the pool gave up because the engine made no step for as long as it may take for one."""
+"""Reason of the error of a call that the pool gave up because a step of the engine took too long."""
 
 REPLICA_WAITS = "REPLICA_WAITS"
-"""Reason of the error of a call that the pool gave up because the replica is paused, or switches to other weights, for long."""
+"""Reason of the error of a call that the pool gave up because the replica has been paused, or switching to other weights, for long."""
 
 
 class Work:
-    """A call under way at a replica.
+    """A call in progress at a replica.
 
     Attributes:
-        samples: Samples that it counts as.
-        stalls: How often an engine stalled with it before, one time after the other, until its first token arrives.
+        samples: Number of samples that it counts as.
+        stalls: How often in a row an engine stalled with it before; 0 from its first token on.
         given_up: Why the pool cancelled it; None if it did not.
     """
 
@@ -63,7 +63,7 @@ class Work:
         self._call = call
 
     def give_up(self, why: str, reason: str = REPLICA_LOST) -> None:
-        """Cancel the call; its caller makes it at another replica."""
+        """Cancel the call. Its caller makes it at another replica."""
         self.given_up = self.given_up or SluiceError.unavailable(reason, why)
         self._call.cancel()
 
@@ -72,15 +72,15 @@ class Replica:
     """One rollout replica: its channel, its last status, and whether it gets work.
 
     Attributes:
-        in_flight: Samples that this process has under way there.
-        works: Calls that it has under way there.
-        limit: How many samples it is given.
-        loss: Why it was evicted; None while it is not.
-        announced_as: Name that it must have, as it announced itself or was listed, empty if any will do; None if its address is
-            configured.
+        in_flight: Samples of this process in progress there.
+        works: Calls of this process in progress there.
+        limit: How many samples it is given at a time.
+        loss: Why it was evicted; None if it is not evicted.
+        announced_as: Name that it must report, because it was announced or listed with it; empty if any name will do. None if its
+        address is configured.
         leaving: Whether its lease is over, or it is no longer listed: it gets no new work.
-        left: Whether it said that it leaves.
-        told: Version and fitness that its pool last told of.
+        left: Whether it reported that it leaves.
+        told: Version and fitness that its pool last passed to `on_change`.
     """
 
     def __init__(
@@ -120,24 +120,24 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """Its own name; its address until it answered once."""
+        """The name that it reports; its address until it has answered once."""
         return self.status.replica or self.target
 
     @property
     def load(self) -> Load:
-        """What it has to do: the samples of this process as they are now, and those of others when it was last polled."""
+        """Its load: the samples of this process now, and the samples of others at the last poll."""
         places = self.limit.samples if self.limit.adapts else self.status.max_running
         return Load(self.target, self.in_flight + self._others, places)
 
     @property
     def engine_load(self) -> EngineLoad:
-        """What its engine last reported."""
+        """The last report of its engine."""
         status = self.status
         return EngineLoad(status.running, status.queued, status.kv_cache_usage, status.preemptions, status.max_running)
 
     @property
     def drains(self) -> bool:
-        """Whether it says that it takes nothing new."""
+        """Whether it reported that it takes no new work."""
         return self.left or self.status.state == rollout_pb2.REPLICA_STATE_DRAINING
 
     @property
@@ -149,7 +149,7 @@ class Replica:
         """Ask for its status. Return whether another process answers now.
 
         Args:
-            awaited: Let it answer when it serves this version, or after `poll_s`; None: at once.
+            awaited: Have it answer when it serves this version, or after `poll_s`. None: at once.
 
         Raises:
             SluiceError: if it does not answer.
@@ -188,20 +188,20 @@ class Replica:
 
     @property
     def step_s(self) -> float:
-        """Seconds that one step of its engine may take: twice as long each time that an engine stalled with one of its requests."""
+        """Seconds that one step of its engine may take. They double with each time that an engine stalled with one of its present requests."""
         stalls = max((work.stalls for work in self.works), default=0)
         progress_s = self._config.progress_s
         return max(progress_s, min(self._config.longest_step_s, progress_s * 2.0 ** min(stalls, _MOST_DOUBLINGS)))
 
     def hang(self, now: float) -> Loss | None:
-        """Return how it hangs; None if it does not."""
+        """Return the way in which it hangs; None if it does not hang."""
         loss = self.progress.hang(now, self._patience, self._config.progress_s)
         return loss if loss is not Loss.STALLED else self.progress.hang(now, self._patience, self.step_s)
 
     def give_up_stuck(self, now: float, *, others_paused: bool) -> None:
-        """Cancel the streams that are silent while others are not, and those that have waited long for the end of a pause."""
+        """Cancel the streams that have been silent for too long, and the streams that have waited too long for the end of a pause."""
         patience = self._patience
-        if others_paused:  # it would wait there, too
+        if others_paused:  # the requests would wait there, too
             patience = patience._replace(paused_s=float("inf"))
         for work in list(self.works):
             if work.progress is None:
@@ -212,13 +212,13 @@ class Replica:
                 work.give_up(f"replica {self.name} has been paused, or switching weights, for long", REPLICA_WAITS)
 
     def give_up_all(self, why: str) -> None:
-        """Cancel its calls; their callers make them at other replicas."""
+        """Cancel its calls. Their callers make them at other replicas."""
         reason = REPLICA_STALLED if self.loss is Loss.STALLED else REPLICA_LOST
         for work in list(self.works):
             work.give_up(f"replica {self.name} {why}", reason)
 
     def _begin_anew(self) -> None:
-        """Forget what another process at this address said: it may have had another model, version and load."""
+        """Forget the reports of an earlier process at this address. It may have had another model, version and load."""
         self.give_up_all("was replaced by another process at its address")
         self.progress = ReplicaProgress(self._listening.now, self._listening.now)
         self.left = False
@@ -229,7 +229,7 @@ class Replica:
     def rest(self) -> None:
         """Give it no work for a while after its engine stalled and its requests went elsewhere.
 
-        It may look well as soon as its requests are cancelled, and stall again with the next ones.
+        It may look healthy as soon as its requests are cancelled, and stall again with the next ones.
         """
         rest = min(_LONGEST_STALL_REST_S, self._config.progress_s * 2**self._stalls)
         self._stalls += 1
@@ -237,7 +237,7 @@ class Replica:
         self._last_error = "its engine stalled"
 
     def work_failed(self, error: SluiceError) -> None:
-        """Record a failed request: the replica gets no work for a while. Those that fail together count as one."""
+        """Record a failed request: the replica gets no work for a while. Further failures in this time do not count."""
         self._last_error = str(error)
         now = self._clock()
         if now < self._rest_until:
@@ -246,7 +246,7 @@ class Replica:
         self._failed_work += 1
 
     def work_forgiven(self) -> None:
-        """Take back a failed request that other replicas failed at too: the rest after the next one is not longer for it."""
+        """Do not count a failed request, because other replicas failed at it, too: the next failure must not cost more time for it."""
         self._failed_work = max(0, self._failed_work - 1)
 
     def work_succeeded(self, version: Version) -> None:
@@ -257,13 +257,13 @@ class Replica:
 
     @contextlib.contextmanager
     def working(self, call: Call, samples: int, *, streams: bool, stalls: int = 0) -> Iterator[Work]:
-        """Count a call and its samples as under way while the block awaits it.
+        """Count a call and its samples as in progress while the block awaits it.
 
         Args:
             call: The call.
-            samples: Samples that it counts as.
-            streams: Whether messages of it arrive all the time.
-            stalls: How often an engine stalled with it before, one time after the other.
+            samples: Number of samples that it counts as.
+            streams: Whether it is a stream, whose messages arrive regularly.
+            stalls: How often in a row an engine stalled with it before.
 
         Raises:
             SluiceError: what the replica answered, or UNAVAILABLE if the call was given up.
@@ -283,10 +283,10 @@ class Replica:
         finally:
             self.works.discard(work)
             self._count(-samples)
-            call.cancel()  # if the block was left before its end
+            call.cancel()  # if the block was left before the call ended
 
     def _count(self, samples: int) -> float:
-        """Note that so many samples more are under way; return the seconds of those until now, summed over samples."""
+        """Add `samples` to those in progress. Return the seconds in progress until now, summed over samples."""
         now = self._clock()
         self._sample_s += self.in_flight * (now - self._counted_at)
         self._counted_at = now

@@ -1,7 +1,8 @@
-"""How long something was served: its deadline counts no time in which it waited for a replica, or was scored.
+"""Deadlines that count only the time in which something was served, not the time in which it waited for a replica or was scored.
 
-An episode whose requests wait in a queue, or for a replica, says nothing about its task; scoring has limits of its own. `ServedTime` is the pure state machine,
-`ServedDeadline` ends a block of code by it. The deadline of a group has a `part` for each episode that runs by itself.
+If an episode's requests wait in a queue or for a replica, that is no fault of its task; scoring has separate limits. `ServedTime` is the
+pure state machine. `ServedDeadline` uses it to end a block of code. The deadline of a group has a `part` for each episode that runs by
+itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class OverdueError(TimeoutError):
     """A block was served for longer than its deadline allows.
 
     Args:
-        limit_s: Seconds that it allows.
+        limit_s: Seconds that the deadline allows.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -31,25 +32,25 @@ class Place(Enum):
     """Where a request is."""
 
     NOWHERE = "nowhere"
-    """No replica has it: none is fit, or none serves its version."""
+    """No replica has it, because none is fit or none serves its version."""
     QUEUED = "queued"
-    """A replica has it, and does not work at it: it is full, paused, or switches to other weights."""
+    """A replica has it but does not work on it, because it is full, paused, or switching to other weights."""
     SERVED = "served"
-    """A replica works at it."""
+    """A replica works on it."""
     LIMITED = "limited"
-    """It is something with a limit of its own: the environment scores answers, or an episode runs by itself."""
+    """It is not a request, but something with a separate limit: the environment scores answers, or an episode runs by itself."""
 
 
 def place_of(chunk: rollout_pb2.StreamChunk) -> Place:
-    """Return where a request is by a message of its stream."""
+    """Return where a request is, from a message of its stream."""
     return Place.SERVED if chunk.deltas or chunk.stage == rollout_pb2.REQUEST_STAGE_RUNNING else Place.QUEUED
 
 
 class ServedTime:
-    """Adds up the seconds in which something was worked at. Pure: the caller passes the time in monotonic seconds.
+    """Adds up the seconds in which something was served. Pure: the caller passes the time in monotonic seconds.
 
     Two kinds of seconds count: a replica serves one of its requests; or nothing is in progress, neither a request nor anything else with a
-    limit of its own, so that the environment is working.
+    separate limit, so that the environment is working.
     """
 
     def __init__(self, now: float) -> None:
@@ -58,12 +59,12 @@ class ServedTime:
 
     @property
     def counts(self) -> bool:
-        """Whether the time counts that passes now."""
+        """Whether the time now passing counts."""
         return self._requests[Place.SERVED] > 0 or not self._requests.total()
 
     @property
     def nowhere(self) -> bool:
-        """Whether one of its requests waits for a replica to be there."""
+        """Whether one of its requests waits until there is a replica for it."""
         return self._requests[Place.NOWHERE] > 0
 
     def seconds(self, now: float) -> float:
@@ -71,7 +72,7 @@ class ServedTime:
         return self._seconds + (now - self._since if self.counts else 0.0)
 
     def move(self, before: Place | None, after: Place | None, now: float) -> None:
-        """Note that a request is elsewhere now. `before` is None when it begins, `after` when it has ended."""
+        """Note that a request has moved. `before` is None when it begins, `after` is None when it has ended."""
         self._seconds, self._since = self.seconds(now), now
         if before is not None:
             self._requests[before] -= 1
@@ -80,7 +81,7 @@ class ServedTime:
 
 
 class WaitingRequests:
-    """Number of requests that wait for a replica to be there, over several deadlines. While it is 0, none of them has to be asked."""
+    """Number of requests that wait until there is a replica, over several deadlines. While it is 0, no deadline has to be asked."""
 
     __slots__ = ("count",)
 
@@ -89,10 +90,10 @@ class WaitingRequests:
 
 
 class ServedDeadline:
-    """Ends a block of code when what it does was served for too long.
+    """Ends a block of code when its work was served for too long.
 
     Args:
-        limit_s: Seconds that may be served; None: any number.
+        limit_s: Seconds of service that are allowed; None: no limit.
         clock: The time.
         waiting: Counts the requests that wait for a replica, together with those of other deadlines.
     """
@@ -107,7 +108,7 @@ class ServedDeadline:
 
     @property
     def nowhere(self) -> bool:
-        """Whether a request waits for a replica to be there."""
+        """Whether a request waits until there is a replica for it."""
         return self._time.nowhere or any(each.nowhere for each in self._parts)
 
     @contextlib.asynccontextmanager
@@ -115,7 +116,7 @@ class ServedDeadline:
         """Run a block that is cancelled when the limit is reached.
 
         Raises:
-            OverdueError: if it was.
+            OverdueError: if the block was cancelled by the limit.
         """
         loop, expired = asyncio.get_running_loop(), False
         try:
@@ -134,13 +135,13 @@ class ServedDeadline:
                     self._expire = lambda: None
                     self._cancel()
         except TimeoutError as error:
-            if self._limit_s is None or not expired:  # the block's own
+            if self._limit_s is None or not expired:  # a timeout of the block's code
                 raise
             raise OverdueError(self._limit_s) from error
 
     @contextlib.asynccontextmanager
     async def part(self) -> AsyncIterator[ServedDeadline]:
-        """Run a block with a deadline of its own, of the same length; this one does not count its time.
+        """Run a block with a separate deadline of the same length. This deadline does not count the block's time.
 
         Raises:
             OverdueError: if the block was served for too long.
@@ -156,7 +157,7 @@ class ServedDeadline:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[Place], None]]:
-        """Count a request as under way in the block; it says where it is with what this yields, at first nowhere."""
+        """Count a request as in progress in the block, at first nowhere. The block reports each new place to the yielded function."""
         place = Place.NOWHERE
 
         def moved(to: Place) -> None:
@@ -173,7 +174,7 @@ class ServedDeadline:
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
-        """Do not count the block's time: answers are scored in it."""
+        """Do not count the block's time, because it scores answers."""
         with self._elsewhere():
             yield
 
