@@ -1,4 +1,4 @@
-"""Choose the kernel of attention: the flash kernel for packed rows where its results are right, otherwise blocks."""
+"""Choose the kernel of attention: the flash kernel for packed rows if its results are right, otherwise blocks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trainer_svc.parallel.mesh import Ranks
 Attention = Literal["auto", "sdpa", "varlen"]
 
 LARGEST_ERROR = 3.0
-"""Largest accepted `kernel_error`. Kernels that round as flash attention does, or only their results, stay below 1, whatever the
-number and the size of heads; a scale that is off by 6% gives 6 in bfloat16 and 50 in float16, another mask 40 and more."""
+"""Largest accepted `kernel_error`. Kernels that round like flash attention, or that round only their results, stay below 1 for any
+number and size of heads. A scale that is off by 6% gives 6 in bfloat16 and 50 in float16; a wrong mask gives 40 or more."""
 
 SEGMENTS = (np.arange(5), np.r_[0, 1, 5, 6, 7])
-"""The two sequences of the test as places in a packed row; they share their first two tokens."""
+"""The two test sequences, as places in a packed row; they share their first two tokens."""
 
 TOKENS = 8
 """Tokens of the packed row of the test."""
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
 
 def of_all_ranks(shapes: Collection[HeadShape], ranks: Ranks) -> frozenset[HeadShape]:
-    """Return the heads that any rank has found, since each checks its own share of the layers. All ranks call this."""
+    """Return the heads found by all ranks together, since each rank checks its own share of the layers. All ranks call this."""
     answers = ranks.exchange(json.dumps(sorted(shapes)).encode())
     return frozenset(HeadShape(*each) for answer in answers for each in json.loads(answer))
 
@@ -47,7 +47,7 @@ def of_all_ranks(shapes: Collection[HeadShape], ranks: Ranks) -> frozenset[HeadS
 def choose_attention(
     setting: Attention, device: torch.device, dtype: torch.dtype, shapes: Collection[HeadShape]
 ) -> Choice:
-    """Choose the kernel for layers with heads of these shapes; auto: the varlen kernel if it is right for all of them.
+    """Choose the kernel for layers with heads of these shapes. `auto` takes the varlen kernel if it is right for all of them.
 
     Args:
         setting: `trainer.attention`.
@@ -102,12 +102,12 @@ def _name(dtype: torch.dtype) -> str:
 def kernel_error(shape: HeadShape, device: torch.device, dtype: torch.dtype, *, varlen: bool) -> float:
     """Return how far `packed_attention` is from attention in float64, for two sequences with a shared beginning.
 
-    The output, and the gradients of queries, keys and values, are compared head by head: the norm of the difference, divided by
-    the norm of the exact values, in units of the precision's eps. The largest of these is returned.
+    Compare the output, and the gradients of queries, keys and values, head by head. The error of a head is the norm of the
+    difference divided by the norm of the exact values, in units of the precision's eps. Return the largest error.
 
     Raises:
-        RuntimeError: if the varlen kernel does not take such heads on this device.
-        ValueError: if no kernel for blocks does.
+        RuntimeError: if the varlen kernel does not accept such heads on this device.
+        ValueError: if no kernel for blocks accepts them.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -134,7 +134,7 @@ def _norms(rows: PackedHeads) -> torch.Tensor:
 
 
 def _exact(query: PackedHeads, key: PackedHeads, value: PackedHeads) -> PackedHeads:
-    """Attend causally inside each of `SEGMENTS` by the definition; a shared token is a query of the first of them."""
+    """Attend causally inside each of `SEGMENTS` by the definition. Shared tokens are queries in the first segment only."""
     groups = query.shape[1] // key.shape[1]
     outputs: list[PackedHeads] = []
     for segment in SEGMENTS:

@@ -1,8 +1,8 @@
-"""Kernels that the trainer uses on a CPU alone: linear layers by oneDNN, and attention that computes a shared prompt once.
+"""Kernels that the trainer uses only on a CPU: linear layers by oneDNN, and attention that computes a shared prompt once.
 
-PyTorch computes float32 products with MKL, which uses AVX-512 on Intel's CPUs alone. On AMD's, oneDNN takes 0.45 of the time
+PyTorch computes float32 products with MKL, which uses AVX-512 on Intel's CPUs only. On AMD's CPUs, oneDNN takes 0.45 of the time
 (measured: 1,400 tokens of width 128 by 384 outputs, 231 GFLOP/s against 103). oneDNN generates code for each shape, which takes
-as long as one such product, so that the number of tokens is rounded up to one of few: see `rounded`.
+as long as one such product. The number of tokens is therefore rounded up, so that few shapes occur: see `rounded`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST_STEP = 16
 """Numbers of tokens are multiples of this."""
 
 STEP_BITS = 5
-"""There are 2 to the power of this many numbers of tokens from one power of two to the next: at most 3% of the rows are padding."""
+"""Between one power of two and the next, rounding uses 2 ** STEP_BITS numbers of tokens: at most 3% of the rows are padding."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - only it returns the log-sum-exp
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
@@ -31,7 +31,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def onednn_is_faster() -> bool:
-    """Return whether oneDNN's float32 products take less time than PyTorch's own: it has AVX-512, and MKL does not use it."""
+    """Return whether oneDNN's float32 products take less time than MKL's: the CPU has AVX-512, and MKL does not use it."""
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     described = Path("/proc/cpuinfo")
@@ -39,7 +39,7 @@ def onednn_is_faster() -> bool:
 
 
 def rounded(tokens: int) -> int:
-    """Return the least number of rows for which kernels are generated that is at least `tokens`."""
+    """Return the smallest number of rows, at least `tokens`, for which oneDNN generates kernels."""
     step = max(LEAST_STEP, 1 << max(0, (tokens - 1).bit_length() - 1 - STEP_BITS))
     return -(-tokens // step) * step
 
@@ -47,7 +47,7 @@ def rounded(tokens: int) -> int:
 def use_onednn(model: torch.nn.Module, *, leave_out: Collection[torch.nn.Module | None]) -> None:
     """Have the linear layers of a model use oneDNN, in place.
 
-    `leave_out` are the output layers: they get the loss tokens, and there may be any number of these.
+    `leave_out` are the output layers: their input are the loss tokens, whose number is not rounded.
     """
     for module in model.modules():
         if type(module) is torch.nn.Linear and module not in leave_out:
@@ -60,7 +60,7 @@ class CpuLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is not typed he
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Compute the layer for states of shape [..., width]."""
         ours = states.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        if not ours or not states.numel():  # oneDNN has no products of no rows
+        if not ours or not states.numel():  # oneDNN cannot multiply zero rows
             return super().forward(states)
         return _Linear.apply(states, self.weight, self.bias)
 
@@ -104,10 +104,10 @@ def prefix_kernel_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 class _PrefixAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
-    """Attention of samples that lie after their prompt, which computes the prompt once.
+    """Attention that computes a prompt once for all samples that follow it in the row.
 
-    Each token attends in two pieces: causally inside its own part (the prompt, or its sample), and to the whole prompt. Two
-    softmaxes over disjoint keys join exactly: outputs are weighted by the exponentials of their log-sum-exps. In the backward
+    A token attends causally inside its own part (the prompt, or a sample). A token of a sample also attends to the whole prompt.
+    Two softmaxes over disjoint keys join exactly: outputs are weighted by the exponentials of their log-sum-exps. In the backward
     pass each piece is differentiated with the joined output and log-sum-exp, as in ring attention (arXiv 2310.01889).
     Tensors have shapes [packed, heads, head_dim].
     """
@@ -190,6 +190,6 @@ def _join(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_ls
 def prefix_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: PrefixPlan, scale: float
 ) -> torch.Tensor:
-    """Attend as `_PrefixAttention` says; shapes [packed, heads, head_dim]."""
+    """Attend as described at `_PrefixAttention`; shapes [packed, heads, head_dim]."""
     output: torch.Tensor = _PrefixAttention.apply(query, key, value, plan, scale)
     return output

@@ -78,7 +78,7 @@ class TrainEngine:
         head: What the network has on top: "language", "value" or "both".
         mesh: The processes that train together, from `trainer_svc.parallel.mesh.join`.
         frozen: Precision of the weights of a model that only computes and is never trained; None: the model is trained.
-        chat_template: Chat template that exported models get; None: that of the base model.
+        chat_template: Chat template that exported models get; None: the base model's.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TrainEngine:
         self.device = mesh.device or resolve_device(config.device)
         self.config = config = on_device(config, self.device.type)
         sizes = ModelSizes.of(AutoConfig.from_pretrained(self.model_dir).get_text_config().to_dict())
-        check_experts(sizes, mesh.dims.world_size, mesh.dims.tp, config.lora)  # of hub ids, nobody has done so before
+        check_experts(sizes, mesh.dims.world_size, mesh.dims.tp, config.lora)  # the check of settings skips hub ids
         load = partial(
             load_network,
             self.model_dir,
@@ -114,7 +114,7 @@ class TrainEngine:
             gradient_checkpointing=config.gradient_checkpointing is True and frozen is None,
             lazy=None if mesh.weights is None else (mesh.rank, mesh.dims.world_size),
         )
-        network = agree(Ranks(mesh.everyone), load)  # each rank checks other layers: if one refuses, all refuse
+        network = agree(Ranks(mesh.everyone), load)  # each rank checks different layers: if one refuses, all refuse
         if frozen is not None:
             freeze(network, DTYPES[frozen_precision(frozen, config.dtype, self.device.type)])
         network, self.adapter = attach_adapter(network, config.lora)
@@ -138,7 +138,7 @@ class TrainEngine:
         self.optimizer_steps = 0
         """Optimizer steps applied; skipped ones do not count."""
         self.budget = TokenBudget(config.token_budget)
-        """Halved where memory runs out. The caller restores it for the next batch."""
+        """Halved if memory runs out. The caller restores it for the next batch."""
 
     def train_batch(
         self,
@@ -152,16 +152,16 @@ class TrainEngine:
     ) -> StepMetrics:
         """Make one optimizer step on the global batch.
 
-        The gradient does not depend on packing or on the number of ranks: losses are summed, divided by the weight of the
-        whole batch, and gradients add up. If loss or gradient is not finite, weights and optimizer stay as they were.
+        The gradient does not depend on packing or on the number of ranks: each loss is divided by the weight of the whole
+        batch, and the gradients of all ranks are summed. If loss or gradient is not finite, weights and optimizer stay as they were.
 
         Args:
             sequences: This rank's rows of the batch.
             loss_fn: Returns the sum of the losses of a micro-batch's loss tokens.
             loss_weight_fn: Returns what this rank's rows contribute to the divisor.
-            contributes: Whether a sequence can have a gradient; the others count in the divisor but are not forwarded.
-            entropy: Whether the loss reads entropies, and with a gradient.
-            whole_groups: Whether the loss compares the sequences of a group, which then share a micro-batch.
+            contributes: Returns whether a sequence can have a gradient; the others count in the divisor but are not forwarded.
+            entropy: Whether to compute entropies, and whether they carry a gradient.
+            whole_groups: Whether the loss compares the sequences of a group. Then they share a micro-batch.
 
         Raises:
             ValueError: if a token id is outside of the vocabulary.
@@ -197,7 +197,7 @@ class TrainEngine:
         entropy: Entropy = "none",
         whole_groups: bool = False,
     ) -> None:
-        """Add the gradient of the loss of the global batch to those that the parameters have. Arguments as of `train_batch`.
+        """Add the gradient of the global batch's loss to the gradients that the parameters already have. Arguments as of `train_batch`.
 
         Raises:
             ValueError: if a token id is outside of the vocabulary.
@@ -216,7 +216,7 @@ class TrainEngine:
         entropy: Entropy = "none",
         whole_groups: bool = False,
     ) -> StepMetrics:
-        """Compute the loss of the global batch under the current weights, which do not change. Arguments as of `train_batch`.
+        """Compute the loss of the global batch without changing the weights. Arguments as of `train_batch`.
 
         Raises:
             ValueError: if a token id is outside of the vocabulary.
@@ -236,7 +236,7 @@ class TrainEngine:
     def forward(self, sequences: Sequence[TrainingRow], *, values: bool = False) -> list[torch.Tensor]:
         """Compute log-probabilities (after temperature) or values of the loss tokens under the current weights.
 
-        `values` reads the value head of a network that has a language head as well.
+        If the network has a language and a value head, `values` selects the value head.
 
         Returns:
             For each sequence a float32 CPU tensor of its length, NaN where `loss_mask` is not set.
@@ -259,7 +259,7 @@ class TrainEngine:
         if columns:
             packed = [index for batch in batches for index in batch.order]
             counts = [sequences[index].loss_tokens for index in packed]
-            # One copy from the device, for which the host waits, and not one per micro-batch.
+            # One copy from the device instead of one per micro-batch: the host waits for each copy.
             for index, part in zip(packed, torch.cat(columns).cpu().split(counts), strict=True):
                 results[index][sequences[index].loss_mask] = part
         return results
@@ -269,7 +269,7 @@ class TrainEngine:
         parameters = [parameter for parameter in self.network.model.parameters() if parameter.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:
-                # Without a gradient AdamW would not decay its moments, as it does for a gradient of zero.
+                # Without a gradient AdamW skips the parameter. With a zero gradient it still decays the moments.
                 parameter.grad = torch.zeros_like(parameter)
         if self._tensor_group is not None:
             sum_partial_gradients(self.network.model, self._tensor_group)
@@ -281,19 +281,19 @@ class TrainEngine:
         if record.skipped:
             self.optimizer.zero_grad(set_to_none=True)
             return
-        self.budget.row_tokens = 0  # if memory runs out from here on, no row is at fault
+        self.budget.row_tokens = 0  # from here on, no row is at fault if memory runs out
         if self.config.grad_clip > 0:
             clip(gradients, norm, self.config.grad_clip)
         self.optimizer.step(self.optimizer_steps)
         self.optimizer_steps += 1
 
     def _within_memory(self, work: Callable[[], Result]) -> Result:
-        """Run a pass over rows. If memory runs out, run it once more, with half the token budget for the rest of the batch.
+        """Run a pass over rows. If memory runs out, halve the token budget for the rest of the batch and run the pass once more.
 
-        A pass of several ranks is not repeated, because the others wait in a collective of the pass that failed.
+        With several ranks the pass is not repeated, because the other ranks wait in a collective of the pass that failed.
 
         Raises:
-            MemoryShortError: if memory runs out again, with several ranks, or in the middle of an optimizer step.
+            MemoryShortError: if memory runs out a second time, while there are several ranks, or in the middle of an optimizer step.
         """
         try:
             return work()
@@ -301,7 +301,7 @@ class TrainEngine:
             if not is_out_of_memory(error):
                 raise
             seen, half_applied = first_line(error), isinstance(error, HalfAppliedError)
-        # Outside of that block, because the exception holds the activations of the pass that failed.
+        # Outside of the `except` block, because the exception holds the activations of the pass that failed.
         free_memory()
         budget = self.budget
         if half_applied or budget.halved or self.mesh.everyone is not None:
@@ -328,9 +328,9 @@ class TrainEngine:
         *,
         whole_groups: bool = False,
     ) -> tuple[list[MicroBatch], float]:
-        """Pack this rank's rows into micro-batches, as many as every other rank, and return the weight of the global batch.
+        """Pack this rank's rows into micro-batches (every rank gets the same number), and return the weight of the global batch.
 
-        A weight of 0 is returned as 1: there is no loss to divide then. Arguments as of `train_batch`.
+        If the weight is 0, return 1: there is no loss to divide then. Arguments as of `train_batch`.
         """
         if self.mesh.everyone is not None:
             self.mesh.check_same_rows(sequences)
@@ -351,7 +351,7 @@ class TrainEngine:
         return batches, totals["weight"] or 1.0
 
     def _accumulate(self, batches: Sequence[MicroBatch], loss_of: LossOf, record: StepRecord, entropy: Entropy) -> None:
-        """Add the gradients of the losses to those of the parameters; at the end they are summed over all ranks."""
+        """Add the gradients of the micro-batches' losses to the parameters' gradients; at the end sum these over all ranks."""
         network = self.network
         if self.pipeline is not None:
             self.pipeline.train(batches, loss_of, record, entropy=entropy)
@@ -386,7 +386,7 @@ class TrainEngine:
     def unfit_weights(self, dtype: torch.dtype | None = None) -> list[str]:
         """Return the names of weights that must be neither written nor published; every rank calls it and gets the same names.
 
-        Weights of a frozen base are not looked at again: they were when they were read.
+        Weights of a frozen base are not checked again: they were checked when they were read.
 
         Args:
             dtype: Precision in which the weights will be stored; None keeps float32.
@@ -394,7 +394,7 @@ class TrainEngine:
         model = self.network.model
         named: dict[str, torch.Tensor] = {**self._trained()}
         if self.adapter is not None and self.adapter.config.merges:
-            named |= self.adapter.merged(model.state_dict())  # a product of finite factors may not be finite
+            named |= self.adapter.merged(model.state_dict())  # the product of finite factors can be infinite
         found = unfit_weights(named.items(), dtype)
         ranks = Ranks(self.mesh.everyone)
         if not ranks.total({"unfit": len(found)})["unfit"]:
@@ -402,7 +402,7 @@ class TrainEngine:
         return sorted({name for part in ranks.exchange("\n".join(found).encode()) for name in part.decode().split()})
 
     def require_fit(self, dtype: torch.dtype | None = None) -> None:
-        """Refuse weights that must be neither written nor published; every rank calls it.
+        """Raise if there are weights that must be neither written nor published; every rank calls it.
 
         Raises:
             UnfitWeightsError: on every rank, with some names and the remedy.
@@ -411,9 +411,9 @@ class TrainEngine:
             raise UnfitWeightsError(f"{describe_unfit(found, dtype)}; nothing was written")
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights (with an adapter: merged) under their Hugging Face names, tied ones once; the next step changes them.
+        """Return the live weights (with an adapter: merged) under their Hugging Face names, tied weights once.
 
-        Tensors that transformers fused at load (such as experts) are split again, which may copy them.
+        The next step changes them. Tensors that transformers fused on loading (such as experts) are split again, which may copy them.
         """
         model = self.network.model
         state: dict[str, torch.Tensor] = model.state_dict()
@@ -421,7 +421,7 @@ class TrainEngine:
         once: dict[str, torch.Tensor] = {}
         seen: set[object] = set()
         for name, tensor in (state if self.adapter is None else self.adapter.merged(state)).items():
-            # A process may hold no element of a DTensor, and then no address shows which tensors are tied.
+            # A process may hold no element of a DTensor. Then no address can tell which tensors are tied.
             place = (
                 parameters.get(name, name)
                 if isinstance(tensor, DTensor)
@@ -436,9 +436,9 @@ class TrainEngine:
         return published
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return the weights under their Hugging Face names, tied ones once, as CPU copies; `dtype` None keeps float32.
+        """Return CPU copies of the weights under their Hugging Face names, tied weights once; `dtype` None keeps float32.
 
-        DTensors are gathered one by one: every rank calls it.
+        DTensors are gathered one by one, so every rank has to call it.
         """
         return {name: cpu_copy(tensor, dtype) for name, tensor in self.live_tensors().items()}
 
@@ -450,7 +450,7 @@ class TrainEngine:
         Raises:
             FileExistsError: if the directory exists.
             ValueError: if the layers are distributed over several pipeline stages.
-            UnfitWeightsError: if weights are not finite, or not so in `dtype`.
+            UnfitWeightsError: if weights are not finite, or would not be finite in `dtype`.
         """
         if self.mesh.dims.pp > 1:
             raise ValueError(
@@ -459,7 +459,7 @@ class TrainEngine:
         self.require_fit(dtype)
         tensors = self.network.model.state_dict() if self.adapter is None else self._trained()
         weights: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():  # one by one, so that a process has at most one whole tensor that it drops
+        for name, tensor in tensors.items():  # one by one: ranks other than 0 hold one whole tensor at a time
             whole = tensor.detach().full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
             if self.mesh.rank == 0:
                 weights[name] = whole
@@ -469,7 +469,7 @@ class TrainEngine:
     def export_weights(
         self, weights: dict[str, torch.Tensor], directory: str | Path, dtype: torch.dtype | None = None
     ) -> None:
-        """Write such a directory from whole tensors under their names in the network; any thread may call it."""
+        """Write the directory of `export_hf` from whole tensors, by their names in the network; any thread may call it."""
         if self.adapter is not None:
             self.adapter.export(self.model_dir, Path(directory), dtype, weights, self.chat_template)
             return
@@ -495,7 +495,7 @@ class TrainEngine:
         return weights | {f"{OPTIMIZER}{name}": tensor for name, tensor in moments.items()}
 
     def lend(self, read: Event) -> set[str]:
-        """Do not change the state in host memory until `read` is set; return its names among those of `state_tensors`."""
+        """Keep the state in host memory unchanged until `read` is set; return its names, as in `state_tensors`."""
         return {f"{OPTIMIZER}{name}" for name in self.optimizer.lend(self._trained().items(), read)}
 
     def state_scalars(self) -> dict[str, int | float]:
@@ -504,13 +504,13 @@ class TrainEngine:
         return {"optimizer_steps": self.optimizer_steps} | ({} if changed_lr is None else {"learning_rate": changed_lr})
 
     def state_room(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-        """Return the live tensors that a checkpoint is read into; the optimizer's state is zeros until then.
+        """Return the live tensors to read a checkpoint into. The optimizer's state is set to zeros.
 
         Args:
             shapes: Names and global shapes of the checkpoint's tensors.
 
         Raises:
-            ValueError: if names or shapes are not this model's and optimizer's; then nothing has changed.
+            ValueError: if names or shapes do not fit this model and its optimizer; nothing has changed then.
         """
         trained, stored = self._trained(), self._stored()
         weights = {name.removeprefix(MODEL): shape for name, shape in shapes.items() if name.startswith(MODEL)}
@@ -542,7 +542,7 @@ class TrainEngine:
         return {name: each for name, each in self.network.model.named_parameters() if each.requires_grad}
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model that a checkpoint has: trained weights, and buffers if all weights are trained."""
+        """Return the model's tensors that go into a checkpoint: trained weights, and buffers if all weights are trained."""
         model, trained = self.network.model, self._trained()
         if not all(parameter.requires_grad for parameter in model.parameters()):
             return trained
@@ -551,7 +551,7 @@ class TrainEngine:
 
 
 def _fitted(config: ComputeConfig, network: Network, mesh: Mesh, device: torch.device) -> ComputeConfig:
-    """Decide `accumulate` and `optimizer_offload` where they are still `auto`, by the memory of the devices. All ranks get the same."""
+    """Replace `accumulate` and `optimizer_offload` if they are still `auto`, by the memory of the devices. All ranks get the same values."""
     sizes = Decoder.of(network.model.config.get_text_config().to_dict())
     capacity, dims = None, mesh.dims
     if device.type == "cuda":
@@ -563,7 +563,7 @@ def _fitted(config: ComputeConfig, network: Network, mesh: Mesh, device: torch.d
         decided = fit(config, needed, capacity, device=device.type, shards=dims.dp_shard * dims.cp)
     sums = decided.get("parallel.accumulate", (config.parallel.accumulate, ""))[0]
     offload = decided.get("optimizer_offload", (config.optimizer_offload, ""))[0]
-    # Devices may differ: what one rank needs, all do, since they sum gradients together.
+    # Devices may differ. A saving that one rank needs is switched on for all, since they sum gradients together.
     found = Ranks(mesh.everyone).total({"sharded": sums == "sharded", "offload": offload is True})
     parallel = config.parallel.model_copy(update={"accumulate": "sharded" if found["sharded"] else "whole"})
     return config.model_copy(update={"parallel": parallel, "optimizer_offload": bool(found["offload"])})

@@ -1,4 +1,4 @@
-"""Which weights of a model cannot be used: the one check before a version is written or published, and after a model is read."""
+"""Find weights that cannot be used. The check runs before a version is written or published, and after a model is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 NAMED = 3
-"""Weights that a message names."""
+"""Most weights that a message names."""
 
 
 class UnfitWeightsError(ValueError):
@@ -23,13 +23,13 @@ class IncompleteWeightsError(ValueError):
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def unfit_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> list[str]:
-    """Return the names of weights that are not finite, or too large to compute with or to be stored in a precision.
+    """Return the names of weights that are not finite, too large to compute with, or too large to be stored in `dtype`.
 
-    Too large is a tensor whose 2-norm float32 cannot hold (1.8e19 for one element): norm layers square what such weights make,
-    and the model computes NaN. One fused reduction per device reads each weight once, and the host waits once per device.
+    A tensor is too large if its 2-norm does not fit float32 (1.8e19 for one element): norm layers square what such weights
+    compute, and the model returns NaN. One fused reduction per device reads each weight once, and the host waits once per device.
 
     Args:
-        named: Weights by name. Of DTensors this process's slice is looked at; tensors on the "meta" device are left out.
+        named: Weights by name. For a DTensor only this process's slice is checked; tensors on the "meta" device are skipped.
         dtype: Precision in which they will be stored; None: their own.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = defaultdict(list)
@@ -45,19 +45,19 @@ def unfit_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype 
 
 
 def _fits(part: torch.Tensor, norm: float, dtype: torch.dtype | None) -> bool:
-    """Return whether a tensor of this norm can be stored. No element is larger than the norm, so most need no second look."""
+    """Return whether a tensor of this norm can be stored. No element exceeds the norm, so few tensors have to be read again."""
     largest = math.inf if dtype is None else torch.finfo(dtype).max
     return math.isfinite(norm) and (norm <= largest or float(part.abs().max()) <= largest)
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many there are, for a message."""
+    """Return the first few names and the number of all, for a message."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
 
 def describe_unfit(names: Sequence[str], dtype: torch.dtype | None = None) -> str:
-    """Return what is wrong with weights that training made unfit, and what to do.
+    """Return a message: training made these weights unfit, and what to do.
 
     Args:
         names: The weights.

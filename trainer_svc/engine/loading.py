@@ -1,7 +1,7 @@
 """Make a network ready for its forward pass: load it, check that packed training is exact for its architecture, lay it out, choose kernels.
 
-`load_network` reads a Hugging Face directory, `distribute` lays the network out over the processes of a mesh, `choose_kernels` sets
-how its layers compute.
+`load_network` reads a Hugging Face directory, `distribute` lays the network out over the processes of a mesh, and `choose_kernels`
+sets how its layers compute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer_svc.parallel.sharding import Absent, Root, cut_stage, shard_weights
 CPU = torch.device("cpu")
 
 CHECK_LENGTHS = (7, 4)
-"""Tokens of the two sequences of the packing check; they share their first two."""
+"""Lengths in tokens of the two sequences of the packing check, which share their first two tokens."""
 
 CHECK_TOLERANCE = 1e-3
 """Largest accepted difference of log-probabilities, in nats. float32 rounding stays below 1e-4; a missing feature is far above."""
@@ -78,13 +78,13 @@ def load_network(
     Args:
         path: A Hugging Face directory or hub id.
         device: Where to compute.
-        head: What it has on top. "value" loads transformers' sequence classifier with one label; "both" adds a module
+        head: What the network has on top. "value" loads transformers' sequence classifier with one label; "both" adds a module
             `value_head` to a language model.
         dtype: Precision of the forward pass.
         logit_cells: Most logits in memory at once.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lazy: None: read the weights. Otherwise this process's rank and the number of ranks that load the same model: where
-            possible the weights stay in their files (`Network.files`) until the network is laid out, and each rank checks
+        lazy: None: read the weights. Otherwise this process's rank and the number of ranks that load the same model. If
+            possible, the weights then stay in their files (`Network.files`) until the network is laid out, and each rank checks
             packing with its own share of the layers, which are read one by one.
 
     Raises:
@@ -127,7 +127,7 @@ def load_network(
 def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedModel, WeightFiles, Checked] | None:
     """Load a model on the "meta" device; return it, the files of its weights, and the result of `check_packing`.
 
-    Return None, with PyTorch's generator as before, if the weights cannot stay in their files.
+    Return None and restore PyTorch's generator if the weights cannot stay in their files.
     """
     drawn = torch.get_rng_state()
     found = left_on_disk(partial(_load, path, head))
@@ -142,7 +142,7 @@ def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedMod
             if names := files.unfit():
                 raise _unfit(path, names) from None
             raise
-        except RuntimeError:  # a module computes with weights of another module, which are not read
+        except RuntimeError:  # a module computes with weights of another module, which `streaming` does not read
             found = None
     if found is None:
         torch.set_rng_state(drawn)
@@ -152,7 +152,7 @@ def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedMod
 
 
 def check_read(path: str, model: torch.nn.Module) -> None:
-    """Refuse a model whose files hold weights that are not finite. Weights that are still in their files are not looked at.
+    """Refuse a model with weights that are not finite. Weights that are still in their files are not checked.
 
     Raises:
         UnfitWeightsError: with their names.
@@ -168,7 +168,7 @@ def _unfit(path: str, names: list[str]) -> UnfitWeightsError:
 
 
 def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, ranks: int) -> Checked:
-    """Check packing with this rank's share of the layers. If that fails, the result with all layers counts."""
+    """Check packing with this rank's share of the layers. If that fails, check it with all layers."""
     language = head != "value"
     layers = getattr(model.base_model, "layers", None)
     if ranks > 1 and isinstance(layers, torch.nn.ModuleList) and len(layers) > 1:
@@ -184,7 +184,7 @@ def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, 
 
 @contextmanager
 def _only(layers: torch.nn.ModuleList, first: int, step: int) -> Iterator[None]:
-    """Replace all layers but every `step`-th from `first` on, and put them back at the end."""
+    """Inside the block, keep only every `step`-th layer from `first` on; replace the others by stand-ins."""
     skipped = {place: layer for place, layer in enumerate(layers) if place % step != first % step}
     for place in skipped:
         layers[place] = Absent()
@@ -205,7 +205,7 @@ def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: AN
                 f"{type(classifier).__name__} has no linear layer `score`: choose another model for values"
             )
         if "score.weight" in loading["missing_keys"]:
-            torch.nn.init.zeros_(classifier.score.weight)  # random weights would predict values far from all returns
+            torch.nn.init.zeros_(classifier.score.weight)  # with random weights the values would be far from any return
         return classifier
     model, loading = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, output_loading_info=True, **options
@@ -222,7 +222,7 @@ def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: AN
 
 
 def check_packing(model: PreTrainedModel, device: torch.device, *, language: bool) -> Checked:
-    """Compare packed outputs with the model's own on single sequences, and set its attention to `packed_attention`.
+    """Compare packed outputs with the model's own outputs on single sequences, and set its attention to `packed_attention`.
 
     The model computes in float32. Without a language head hidden states are compared.
 
@@ -242,7 +242,7 @@ def _check_packing(model: PreTrainedModel, device: torch.device, seen: set[HeadS
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(vocabulary, (len(CHECK_LENGTHS), max(CHECK_LENGTHS)), generator=generator)
     rows[1, :2] = rows[0, :2]
-    alone = _comparable(body(rows.to(device)))  # tokens after the end of the second row change nothing before it
+    alone = _comparable(body(rows.to(device)))  # tokens after the end of the second row change no earlier output
     expected = torch.cat([row[1:length] for row, length in zip(alone, CHECK_LENGTHS, strict=True)])
     model.set_attn_implementation(PACKED_ATTENTION)
     arguments, keep = _packed(rows, device, seen)
@@ -272,7 +272,7 @@ def _check_packing(model: PreTrainedModel, device: torch.device, seen: set[HeadS
 
 
 def _packed(rows: torch.Tensor, device: torch.device, seen: set[HeadShape]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Pack the two rows with their beginning once. Return the model's arguments, and the packed place of each compared token."""
+    """Pack the two rows so that their common beginning lies there once. Return the model's arguments, and where each compared token lies."""
     first, second = CHECK_LENGTHS
     plan = AttentionPlan.of([np.arange(first), np.r_[0, 1, first : first + second - 2]], first + second - 2).to(device)
     ids = torch.cat([rows[0], rows[1, 2:second]]).to(device).unsqueeze(0)
@@ -282,7 +282,7 @@ def _packed(rows: torch.Tensor, device: torch.device, seen: set[HeadShape]) -> t
 
 
 def _comparable(output: Any) -> torch.Tensor:  # noqa: ANN401  transformers' output classes
-    """Return what packing must not change: log-probabilities, or hidden states if there are no logits."""
+    """Return the outputs that packing must not change: log-probabilities, or hidden states if there are no logits."""
     logits = getattr(output, "logits", None)
     return output.last_hidden_state.float() if logits is None else torch.log_softmax(logits.float(), -1)
 
@@ -292,8 +292,8 @@ def fix_frequencies(model: PreTrainedModel) -> int | None:
 
     transformers computes `dynamic` and `longrope` frequencies from the largest position in the whole forward pass: one long
     sequence would change the log-probabilities of all sequences packed beside it. Up to the length of the model's original
-    training the frequencies are constant, so such sequences can be packed, and longer ones are refused. Without this change
-    transformers would also read the positions of each forward pass, and so wait for the device.
+    training the frequencies are constant, so such sequences can be packed; longer ones are refused. Fixed frequencies also save
+    a wait for the device: transformers would read the positions in each forward pass.
 
     Returns:
         The longest sequence, in tokens, for which these frequencies are right; None means any length.
@@ -319,9 +319,9 @@ def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:  # no
 
 
 def freeze(network: Network, dtype: torch.dtype) -> None:
-    """Take the gradients off a network that is never trained, in place, and store its matrices in a precision.
+    """Switch off the gradients of a network that is never trained, in place, and store its matrices in `dtype`.
 
-    The network is not laid out over processes yet.
+    Call it before the network is laid out over processes.
 
     Raises:
         ValueError: if `dtype` is bfloat16 and the forward pass is float32.
@@ -340,9 +340,9 @@ def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = Non
     """Lay a network out over a mesh, in place. Every process passes the same whole network.
 
     Args:
-        network: On the CPU. Weights that are still in their files are then read, each process only its own part.
+        network: On the CPU. Of weights that are still in their files, each process reads its own part.
         mesh: The processes; `SINGLE` changes nothing.
-        config: What FSDP keeps, and when it sums gradients; None: the defaults.
+        config: Which gathered weights FSDP keeps, and when it sums gradients; None: the defaults.
 
     Raises:
         ValueError: if the model does not fit the mesh.
@@ -375,11 +375,11 @@ def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = Non
 
 
 def choose_kernels(network: Network, attention: Attention, ranks: Ranks, *, compiled: bool) -> Network:
-    """Set which kernels a network's layers run on and how they round their weights, after it was laid out.
+    """Set which kernels a network's layers use and how they round their weights. Call it after `distribute`.
 
-    All processes that lay it out, `ranks`, call this.
+    All processes of the network (`ranks`) call this.
 
-    With `compiled` the decoder layers are compiled in place, when each first runs; their attention is left as it is.
+    With `compiled` each decoder layer is compiled in place when it first runs, except for its attention.
 
     Raises:
         ValueError: if the device has no varlen kernel and `attention` is varlen, or the model names no decoder layers.
