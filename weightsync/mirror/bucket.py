@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ATTEMPTS = 4
-"""Attempts of one request, within seconds: a blip. What lasts longer is for the caller, whose pauses are longer."""
+"""Attempts of one request, within seconds, against short failures. For longer ones the caller retries, with longer pauses."""
 
 _CONNECT_S = 10
-"""Seconds to connect; a link that was cut is found after so long."""
+"""Seconds to connect, after which a broken link is noticed."""
 
 _PAGE = 1000
-"""Names per request of a list, the most that S3 gives."""
+"""Names per list request, the maximum that S3 returns."""
 
 _LONGEST_REASON = 300
 
@@ -32,7 +32,7 @@ _HTTP_ALLOWED = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 
 class BucketError(Exception):
-    """The store did not do what it was asked. The message says what to do, and holds no credentials."""
+    """A request to the store failed. The message says what to do, and holds no credentials."""
 
 
 class BucketUnreachableError(BucketError):
@@ -44,7 +44,7 @@ class ObjectMissingError(BucketError):
 
 
 class ObjectTooLargeError(BucketError):
-    """The object has more bytes than it may have."""
+    """The object is larger than allowed."""
 
 
 class StoredObject(NamedTuple):
@@ -60,7 +60,7 @@ class Bucket:
 
     Args:
         store: The store; names are relative to it.
-        url: What messages call it.
+        url: Name of the store in messages.
         deadline_s: Seconds that one request may take.
     """
 
@@ -108,8 +108,9 @@ class Bucket:
         """Return an object's bytes.
 
         Raises:
-            ObjectMissingError, ObjectTooLargeError, BucketError: if there is none, if it has more bytes than the limit, in which
-                case none are read, or if the store fails.
+            ObjectMissingError: if there is no such object.
+            ObjectTooLargeError: if it has more bytes than the limit; none are read then.
+            BucketError: if the store fails.
         """
 
         async def get() -> memoryview:
@@ -133,7 +134,7 @@ class Bucket:
     async def create(self, name: str, data: bytes) -> bool:
         """Store an object if there is none of this name; return False if there is one. Raises BucketError.
 
-        False may also mean that an attempt whose answer was lost has stored it: compare what is there.
+        False may also mean that an earlier attempt stored it but its answer was lost: compare the stored object.
         """
 
         async def put() -> bool:
@@ -146,7 +147,7 @@ class Bucket:
         return await self._attempt("create", name, put)
 
     async def list(self, folder: str, *, after: str | None = None) -> list[StoredObject]:
-        """Return the objects of a folder in the order of their names, those behind `after` only. Raises BucketError."""
+        """Return the objects of a folder in the order of their names, only those after `after`. Raises BucketError."""
 
         async def collect() -> list[StoredObject]:
             found = []
@@ -157,7 +158,7 @@ class Bucket:
         return await self._attempt("list", folder, collect)
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there do not matter. Raises BucketError."""
+        """Remove objects; ignore missing ones. Raises BucketError."""
         for begin in range(0, len(names), _PAGE):
             page = list(names[begin : begin + _PAGE])
 
@@ -204,7 +205,7 @@ class Bucket:
 
     @property
     def _final(self) -> tuple[type[Exception], ...]:
-        """Return the errors that another attempt would meet again."""
+        """Return the errors that retrying does not fix."""
         exceptions = self._obstore.exceptions
         return (
             exceptions.PermissionDeniedError,
@@ -216,9 +217,10 @@ class Bucket:
 
 
 def _reason(error: Exception) -> str:
-    """Return what an error of the store says on one line, without what may hold a key or a signature.
+    """Return the message of a store's error on one line, without parts that may hold a key or a signature.
 
-    Of an XML body that are its code and message; otherwise the dump of the error's insides and the queries of URLs are left out.
+    From an XML body, take only the code and the message. Otherwise leave out the dump of the error's internals and the queries of
+    URLs.
     """
     text = str(error).split("\n\nDebug source", 1)[0]
     told = re.findall(r"<(?:Code|Message)>([^<]*)<", text)

@@ -5,7 +5,7 @@
     {run}/parts/{epoch}.{number}.{form}/{digest}    a part of a shard's file, named after the xxh3-128 of its bytes
     {run}/pins/{epoch}.{number}                     keeps a version from being pruned, whatever the object contains
 
-Nothing but pins is ever written a second time with other bytes.
+Only pins are ever overwritten with other bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from weightsync.service.chain import Form, Forms, VersionForm, Versions
 from weightsync.service.store import form_of
 
 PART_BYTES = 16 << 20
-"""Bytes of a part: what an interrupted transfer repeats at most, and few enough requests that their price does not matter."""
+"""Bytes of a part. An interrupted transfer repeats at most one part; the number of requests is low enough that their price is
+negligible."""
 
 LARGEST_MANIFEST_BYTES = 64 << 20
-"""More than any manifest that a push may commit; what claims more is not read."""
+"""More than any manifest that a push may commit. A larger object is not read."""
 
 _LARGEST_PART_BYTES = 256 << 20
 """Most bytes of a part that are read into memory, whatever the manifest says."""
@@ -45,7 +46,7 @@ def manifests_folder(run: str) -> str:
 
 
 def parts_folder(run: str, step: VersionForm | None = None) -> str:
-    """Return the folder of the parts of one form, of a run's forms if none is given."""
+    """Return the folder of the parts of one form, or of all forms of a run if `step` is None."""
     return f"{run}/parts/" if step is None else f"{run}/parts/{_stem(step)}/"
 
 
@@ -70,19 +71,19 @@ def pin_name(run: str, version: Version) -> str:
 
 
 def parse_manifest_name(run: str, name: str) -> VersionForm | None:
-    """Return the form whose manifest has this name; None if it is no manifest's."""
+    """Return the form whose manifest has this name; None if it is not the name of a manifest."""
     match = _MANIFEST.fullmatch(name.removeprefix(manifests_folder(run)))
     return None if match is None else VersionForm(Version(int(match[1]), int(match[2])), Form(match[3]))
 
 
 def parse_part_name(run: str, name: str) -> tuple[VersionForm, str] | None:
-    """Return the form and the digest of the part that has this name; None if it is no part's."""
+    """Return the form and the digest of the part that has this name; None if it is not the name of a part."""
     match = _PART.fullmatch(name.removeprefix(parts_folder(run)))
     return None if match is None else (VersionForm(Version(int(match[1]), int(match[2])), Form(match[3])), match[4])
 
 
 def parse_pin_name(run: str, name: str) -> Version | None:
-    """Return the version that a pin keeps; None if its name names no version."""
+    """Return the version that a pin keeps; None if its name does not name a version."""
     try:
         return Version.parse(name.removeprefix(pins_folder(run)))
     except ValueError:
@@ -120,10 +121,10 @@ def write_manifest(mirrored: mirror_pb2.MirroredForm) -> bytes:
 def read_manifest(run: str, step: VersionForm, data: bytes) -> mirror_pb2.MirroredForm:
     """Read the content of a manifest's object.
 
-    What the manifest says of tensors is checked at the commit, as of a push.
+    The tensors in the manifest are checked later, at the commit, as those of a push are.
 
     Raises:
-        ManifestError: if it is damaged, or another form's or run's.
+        ManifestError: if it is damaged, or belongs to another form or run.
     """
     mirrored = mirror_pb2.MirroredForm()
     try:
@@ -149,7 +150,7 @@ def read_manifest(run: str, step: VersionForm, data: bytes) -> mirror_pb2.Mirror
 
 
 def describe(manifests: Mapping[VersionForm, pb.Manifest]) -> Versions:
-    """Return what there is of each version, as plans need it."""
+    """Return the forms of each version, as plans need them."""
     versions: dict[Version, Forms] = {}
     for step, manifest in sorted(manifests.items(), key=lambda item: (item[0].version, item[0].form is Form.DELTA)):
         known = versions.get(step.version)

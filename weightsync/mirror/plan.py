@@ -1,7 +1,7 @@
-"""What to send to a mirror, what to take from it, and what to remove from it. Pure: no clock, no I/O.
+"""Which forms to send to a mirror, to take from it, and to remove from it. Pure: no clock, no I/O.
 
-The mirror's versions and a service's are described alike, so that chains of deltas, anchors and retention follow the rules of
-`weightsync.service.chain` on both sides.
+The versions of the mirror and of a service are described in the same way, so that chains of deltas, anchors and retention follow
+the rules of `weightsync.service.chain` on both sides.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from weightsync.service.chain import Form, Forms, VersionForm, Versions
 
 
 def next_upload(local: Versions, mirrored: Versions, anchor_every: int) -> VersionForm | None:
-    """Return the form that the mirror needs next; None if it lacks nothing that the service can give it now.
+    """Return the form that the mirror needs next; None if the service has no form now that the mirror needs.
 
     First come the forms that lead to the newest version: deltas while their chain is unbroken and smaller than a dense form.
-    A dense version or an adapter that was overtaken while it waited is left out. Then comes a dense form from which shorter
-    chains start, once the service has one.
+    A dense version or an adapter that a newer one replaced while it waited is left out. Then comes a dense form from which
+    shorter chains start, once the service has one.
 
     Args:
-        local: What the service holds.
-        mirrored: What the mirror holds.
+        local: The versions that the service holds.
+        mirrored: The versions that the mirror holds.
         anchor_every: Most deltas between two dense forms in the mirror.
     """
     newest = max(local, default=None)
@@ -42,7 +42,7 @@ def has(versions: Versions, step: VersionForm) -> bool:
 
 
 def without(versions: Versions, damaged: Collection[VersionForm]) -> Versions:
-    """Return the versions without some forms; those that have no form left are gone."""
+    """Return the versions without the damaged forms, and without versions that have no form left."""
     left = dict(versions)
     for step in damaged:
         if (forms := left.get(step.version)) is None:
@@ -82,7 +82,7 @@ def _newest_reachable(versions: Versions) -> Version | None:
 
 
 def _next_anchor(local: Versions, mirrored: Versions, anchor_every: int) -> VersionForm | None:
-    """Return a dense form that the service has and the mirror needs, because the chain to that version has grown long."""
+    """Return a dense form that the service has and that the mirror needs because its chain to that version has grown long."""
     for version in sorted(local, reverse=True):
         if local[version].dense_bytes is None or version not in mirrored:
             continue
@@ -97,7 +97,7 @@ def _next_anchor(local: Versions, mirrored: Versions, anchor_every: int) -> Vers
 def surplus(mirrored: Versions, keep: int, anchor_every: int, pins: Collection[Version]) -> list[VersionForm]:
     """Return the forms that the mirror no longer needs, in an order in which they can be removed.
 
-    The newest `keep` versions that are not retired, and the pinned ones, stay with all that they are reached through.
+    The newest `keep` versions that are not retired and the pinned versions stay, with all versions through which these are reached.
     """
     newest = chain.newest(mirrored)
     if newest is None:
@@ -123,15 +123,15 @@ def surplus(mirrored: Versions, keep: int, anchor_every: int, pins: Collection[V
 def next_downloads(
     mirrored: Versions, held: Versions, damaged: Collection[VersionForm] = ()
 ) -> list[VersionForm] | None:
-    """Return the forms that lead a service to the newest version of the mirror that can be reached, in order.
+    """Return, in order, the forms that lead a service to the newest version of the mirror that can be reached.
 
     Args:
-        mirrored: What the mirror holds.
-        held: What the service holds. Its newest version is never gone behind.
+        mirrored: The versions that the mirror holds.
+        held: The versions that the service holds. Versions older than its newest one are never taken.
         damaged: Forms of the mirror that cannot be used.
 
     Returns:
-        Empty if the service has the newest version. None if it has not, and there is no way to a newer one.
+        The forms. Empty if the service has the newest version. None if there is a newer version, but no way to it.
     """
     usable = without(mirrored, damaged)
     newest = chain.newest(mirrored)
@@ -159,7 +159,7 @@ def _way_down(usable: Versions, held: Versions, target: Version, floor: Version 
         return [*before, VersionForm(target, Form.ADAPTER)] if before else []
     model = chain.newest_model(held)
     if model is not None and not chain.is_reachable(held, model):
-        model = None  # a delta on the service's disk is damaged: nothing can build on it any more
+        model = None  # a delta on the service's disk is damaged, so no delta can build on it
     dense = {version for version in usable if is_newer(version)}
     for start in (model, None):
         path = chain.find_path(usable, target, start, dense=dense) or []

@@ -1,7 +1,7 @@
 """Takes the versions of each run from an object store: a relay whose upstream is a mirror at another site.
 
-It looks at the names of the manifests from time to time, takes the forms that lead to the newest version, and commits them as
-a push would be, so that its replicas see no difference. It needs to read and list the store, and never writes to it.
+It lists the names of the manifests from time to time, takes the forms that lead to the newest version, and commits them as if
+they had been pushed, so that its replicas see no difference. It only reads and lists the store, and never writes to it.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from weightsync.service.chain import Form, VersionForm
 from weightsync.service.runs import Run, Runs
 
 _STREAMS = 4
-"""Parts that are fetched at a time; as many lie in memory."""
+"""Number of parts that are fetched, and are in memory, at a time."""
 
 _FETCHES = 3
-"""Times that an object is fetched whose bytes are not those of its digest: caches and proxies damage bytes too."""
+"""How often to fetch an object whose bytes do not match its digest: a cache or proxy may have damaged them."""
 
 _LONGEST_PAUSE = 10
 """Longest pause after failures, in pauses between two looks."""
 
 _DAMAGED_S = 60.0
-"""Seconds after which a form that could not be used is tried again; whoever writes the mirror may have repaired it."""
+"""Seconds after which a damaged form is tried again, because the mirror's writer may have repaired it."""
 
 log = structlog.get_logger(__name__)
 
 
 class DamagedFormError(Exception):
-    """A form in the store is not what its manifest says, or a part of it is missing."""
+    """A form in the store differs from its manifest, or a part of it is missing."""
 
 
 class PrunedFormError(Exception):
-    """A form was removed from the store while it was taken."""
+    """A form was removed from the store while it was fetched."""
 
 
 class MirrorReader:
@@ -95,20 +95,20 @@ class MirrorReader:
             raise SluiceError.unavailable("MIRROR_UNREACHABLE", str(error)) from error
 
     def follow(self, runs: Runs, run: Run) -> None:
-        """Bring the versions of the store into a run from now on."""
+        """From now on, copy the versions of the store into a run."""
         self._followers[run.name] = _Reader(runs, run, self._bucket)
         if self._group is not None:
             self._group.create_task(self._followers[run.name].run_forever())
 
     def report(self, run: Run, request: pb.ReportVersionRequest) -> None:
-        """Keep a replica's report to this service: readers cannot write to the store."""
+        """Do not forward a replica's report, because readers cannot write to the store."""
 
     def lease_s(self, run: Run) -> float:
-        """Return no bound of its own: the store grants no leases."""
+        """Return infinity: the store grants no leases, so it sets no bound."""
         return math.inf
 
     def describe(self, run: Run) -> pb.MirrorState:
-        """Return how far the run's versions are taken."""
+        """Return how far the run's versions have been copied."""
         return self._followers[run.name].describe()
 
 
@@ -147,12 +147,12 @@ class _Reader:
                 backoff.succeed()
                 pause_s = poll_s
             for upload in self._run.uploads.values():
-                upload.active_at = self._runs.clock()  # what came in stays until the link is back
+                upload.active_at = self._runs.clock()  # retention keeps the upload until the link is back
             self._measure_lag()
             await asyncio.sleep(pause_s)
 
     def describe(self) -> pb.MirrorState:
-        """Return how far the versions are taken."""
+        """Return how far the versions have been copied."""
         newest = max((step.version for step in self._there), default=None)
         return pb.MirrorState(
             url=self._bucket.url,
@@ -172,10 +172,10 @@ class _Reader:
         MIRROR_LAG.labels(self._run.name, "received").set(self._behind())
 
     async def _catch_up(self) -> None:
-        """Take what leads to the newest version.
+        """Take the forms that lead to the newest version.
 
         Raises:
-            FetchError: if nothing in the store leads there.
+            FetchError: if no forms in the store lead there.
             BucketError, SluiceError, OSError: if the store cannot be read, or the version cannot be committed.
         """
         await self._look(everything=self._behind() > 0)
@@ -203,7 +203,7 @@ class _Reader:
         return f"damaged there: {damaged}" if damaged else "deltas of it are missing"
 
     async def _look(self, *, everything: bool = False) -> None:
-        """Read the names behind the last one, and all of them and the new manifests if there are any."""
+        """List the names after the last known one. If there are any, or with `everything`, list all names and read the new manifests."""
         folder = manifests_folder(self._run.name)
         news = await self._bucket.list(folder, after=None if everything else self._last_name)
         if not (news or everything):
@@ -253,8 +253,8 @@ class _Reader:
         """Take and commit the forms of a path; return early if one is damaged, so that another path is chosen.
 
         Raises:
-            PrunedFormError: if one was removed meanwhile.
-            FetchError, BucketError, SluiceError, OSError: if it cannot be had now.
+            PrunedFormError: if a form was removed meanwhile.
+            FetchError, BucketError, SluiceError, OSError: if a form cannot be fetched now.
         """
         for step in path:
             mirrored = self._there[step]
@@ -281,10 +281,10 @@ class _Reader:
         await self._runs.in_thread(self._run.store.drop_interrupted)
 
     def _check_base(self, step: VersionForm) -> None:
-        """Check that a delta's base here is the one that the mirror has.
+        """Check that a delta's base here equals the base in the mirror.
 
         Raises:
-            FetchError: if it is another, because the directory or the store belongs to another run of the same name.
+            FetchError: if they differ, because the directory or the store belongs to another run of the same name.
         """
         if step.form is not Form.DELTA:
             return
@@ -325,10 +325,10 @@ class _Reader:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _part(self, step: VersionForm, where: tuple[int, int], digest: str, files: Sequence[Path]) -> memoryview:
-        """Return a part whose bytes have their digest: from a file that was interrupted, or from the store.
+        """Return a part whose bytes match its digest, from an interrupted file or from the store.
 
         Raises:
-            DamagedFormError: if it came several times with other bytes, or is missing.
+            DamagedFormError: if the bytes did not match in several attempts, or the part is missing.
             PrunedFormError: if its form was removed meanwhile.
             BucketError: if the store cannot be read.
         """
@@ -357,7 +357,7 @@ class _Reader:
         )
 
     async def _missing(self, step: VersionForm, name: str) -> Exception:
-        """Return why a part is not there: its form was pruned, or it was lost."""
+        """Return why a part is missing: its form was pruned, or the part was lost."""
         names = [each.name for each in await self._bucket.list(manifests_folder(self._run.name))]
         what = f"{step.form.value} {step.version}"
         if manifest_name(self._run.name, step) in names:
@@ -366,7 +366,7 @@ class _Reader:
 
 
 def _is_damage(error: SluiceError) -> bool:
-    """Return whether a commit failed because of what the mirror holds."""
+    """Return whether a commit failed because the mirror's form is damaged."""
     return error.code in {grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INVALID_ARGUMENT} or error.reason in {
         "NON_FINITE",
         "SHARDS_MISSING",
@@ -374,7 +374,7 @@ def _is_damage(error: SluiceError) -> bool:
 
 
 def _read_range(path: Path, begin: int, end: int) -> bytes:
-    """Return bytes of a file, fewer where it ends or cannot be read. Blocking."""
+    """Return bytes of a file, fewer if it ends early or cannot be read. Blocking."""
     try:
         with path.open("rb") as file:
             return os.pread(file.fileno(), end - begin, begin)
@@ -383,7 +383,7 @@ def _read_range(path: Path, begin: int, end: int) -> bytes:
 
 
 def _feed(sink: ChunkSink, begin: int, data: memoryview) -> None:
-    """Feed a part in pieces that stay in the processor's cache; what the sink has of it is left out. Blocking."""
+    """Feed a part in pieces that stay in the processor's cache. Skip the bytes that the sink has already. Blocking."""
     end = begin + len(data)
     while (position := sink.position) < end:
         sink.feed(position, data[position - begin : min(position + MAX_CHUNK_BYTES, end) - begin])

@@ -1,8 +1,8 @@
 """Copies the committed versions of each run to an object store, in the background: commits and pulls never wait for it.
 
-There is no queue: after each commit, each new dense form and each pause, the copy of a run is compared with what the service
-holds, and the form that is lacking next is sent. The parts of its shards go first, its manifest last, so that readers see it
-whole or not at all. After an interruption, parts that are in the store are not sent again.
+There is no queue: after each commit, each new dense form and each pause, the copy of a run is compared with the service's
+versions, and the next missing form is sent. The parts of its shards go first, its manifest last, so that readers see the form
+whole or not at all. After an interruption, parts that are in the store already are not sent again.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from weightsync.service.runs import Run, Runs
 from weightsync.service.store import StoredForm
 
 _STREAMS = 4
-"""Parts that are sent at a time; as many lie in memory."""
+"""Number of parts that are sent, and are in memory, at a time."""
 
 _LONGEST_PAUSE_S = 30.0
 """Longest pause between two attempts while the store cannot be reached."""
 
 _LINGER_S = 300.0
-"""Seconds for which a version stays after one of its parts was read, while there is room: as long as a request is repeated."""
+"""Seconds for which a version stays after one of its parts was read, while there is room: as long as a request is retried."""
 
 _SWEEP_S = 600.0
-"""Seconds between two looks for parts that no manifest names, or that were lost."""
+"""Seconds between two searches for parts that no manifest names, and for lost parts."""
 
 _ORPHAN_AGE = timedelta(hours=1)
-"""Parts without a manifest stay so long: their upload may be under way."""
+"""Parts without a manifest stay for this long, because their upload may be in progress."""
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +82,7 @@ class Mirror:
         bucket: The store.
         checkpoints_of: Returns where a run's checkpoints lie; their versions are not pruned.
         part_bytes: Bytes of a part.
-        sweep_s: Seconds between two looks for lost and left parts.
+        sweep_s: Seconds between two searches for lost parts and for parts that no manifest names.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Mirror:
             self._group.create_task(writer.run_forever())
 
     def describe(self, run: Run) -> pb.MirrorState:
-        """Return how far the copy of a run is."""
+        """Return the progress of the copy of a run."""
         return self._writers[run.name].describe()
 
 
@@ -168,7 +168,7 @@ class _Writer:
                     await changed.wait()
 
     def describe(self) -> pb.MirrorState:
-        """Return how far the copy is."""
+        """Return the progress of the copy."""
         newest = self._newest()
         return pb.MirrorState(
             url=self._bucket.url,
@@ -191,7 +191,7 @@ class _Writer:
         return {step: mirrored.manifest for step, mirrored in (self._there or {}).items()}
 
     async def _catch_up(self) -> None:
-        """Send what the store lacks, and remove what it no longer needs.
+        """Send the forms that the store lacks, and remove those that it no longer needs.
 
         Raises:
             ForeignVersionsError: if it holds another run's versions.
@@ -233,7 +233,7 @@ class _Writer:
         return self._runs.config.anchor_every
 
     def _note_newest(self) -> None:
-        """Let retention know from which version on the mirror needs deltas."""
+        """Tell retention from which version on the mirror needs deltas."""
         self._run.ledger.mirrored = chain.newest_model(describe(self._manifests()))
         MIRROR_LAG.labels(self._run.name, "sent").set(self._behind())
 
@@ -262,7 +262,7 @@ class _Writer:
         return await self._runs.in_thread(read_manifest, self._run.name, step, bytes(data))
 
     def _check_own(self) -> None:
-        """Check that what is in the store may be this run's: same digests, and nothing newer than what the service holds."""
+        """Check that the store may belong to this run: same digests, and no version newer than the service's newest."""
         for step, manifest in self._manifests().items():
             stored = self._run.versions.get(step.version)
             form = None if stored is None else stored.forms.get(step.form)
@@ -281,7 +281,7 @@ class _Writer:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     async def _send(self, step: VersionForm, stored: StoredForm) -> None:
-        """Send one form: the parts that are not there yet, then its manifest."""
+        """Send one form: the missing parts, then its manifest."""
         started = time.perf_counter()
         folder = parts_folder(self._run.name, step)
         there = {each.name.removeprefix(folder): each.size for each in await self._bucket.list(folder)}
@@ -307,7 +307,7 @@ class _Writer:
     async def _send_shard(
         self, step: VersionForm, shard: pb.Shard, path: Path, there: Mapping[str, int]
     ) -> tuple[list[str], int]:
-        """Send the parts of a shard that are not there; return the digests of all its parts, and the bytes sent.
+        """Send the missing parts of a shard; return the digests of all its parts, and the bytes sent.
 
         Raises:
             DamagedFileError: if the file on disk is not the shard that its manifest describes.
@@ -343,7 +343,7 @@ class _Writer:
         self._sent_bytes[step.form] += len(data)
 
     async def _create_manifest(self, step: VersionForm, mirrored: mirror_pb2.MirroredForm) -> None:
-        """Bring a form into sight, unless another writer did. Raises ForeignVersionsError if its version has other bytes."""
+        """Make a form visible, unless another writer did. Raises ForeignVersionsError if that writer's version has other bytes."""
         assert self._there is not None  # noqa: S101 - `_catch_up` looked
         content = await self._runs.in_thread(write_manifest, mirrored)
         if not await self._bucket.create(manifest_name(self._run.name, step), content):
@@ -358,7 +358,7 @@ class _Writer:
     # --- removing -----------------------------------------------------------------------------------------------------
 
     async def _prune(self) -> None:
-        """Remove the forms that are not needed: the manifest first, so that no reader begins with them, then the parts."""
+        """Remove the forms that are not needed: first the manifest, so that no reader begins to fetch them, then the parts."""
         there = self._there or {}
         pins = await self._pins()
         for step in surplus(describe(self._manifests()), self._runs.config.mirror_keep, self._anchor_every, pins):
@@ -381,7 +381,7 @@ class _Writer:
         return {version for version in pins if version is not None}
 
     async def _sweep(self) -> None:
-        """Send parts again that were lost, and remove those that no manifest names and nobody will complete."""
+        """Send lost parts again, and remove parts that no manifest names and that are too old to be part of an upload."""
         self._there = await self._look()
         wanted = {step: part_sizes(mirrored) for step, mirrored in self._there.items()}
         newest, now = self._newest(), datetime.now(UTC)
@@ -435,7 +435,7 @@ def _read_part(path: Path, begin: int, end: int, whole: xxhash.xxh3_128) -> tupl
 
 
 def checkpoint_versions(checkpoints: Path) -> set[Version]:
-    """Return the versions that the checkpoints in a directory name; none if it is not on this host. Blocking."""
+    """Return the versions that the checkpoints in a directory name; empty if the directory is not on this host. Blocking."""
     versions = set()
     for path in checkpoints.glob("step_*/manifest.json"):
         with contextlib.suppress(OSError, json_format.ParseError, UnicodeDecodeError):  # being removed, or not whole

@@ -406,7 +406,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
 async def _announce(
     run: Run, known: Version | None, heartbeat_s: float, clock: Clock
 ) -> AsyncIterator[pb.WatchVersionsResponse]:
-    """Yield each newer version, and a sign of life at the start and whenever there was no news for a while."""
+    """Yield each newer version. Yield a heartbeat at the start and whenever no version came for a while."""
     quiet = True
     while True:
         changed, newest = run.changed, run.ledger.newest

@@ -420,7 +420,7 @@ def _collect_model_files(model: str, target: Path, chat_template: str | None) ->
         chat_template: Replaces the model's chat template; None: keep the model's.
 
     Returns:
-        The copies. None of them if the model is not on this machine: versions then hold only weights.
+        The copies; empty if the model is not on this machine, so that versions hold only weights.
     """
     remove_tree(target)
     if not model:
