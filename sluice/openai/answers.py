@@ -1,4 +1,4 @@
-"""What the dialects write: messages and texts of samples without their stop strings, fields of responses, and events of streams."""
+"""Output of the dialects: messages and texts of samples without their stop strings, fields of responses, and events of streams."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Begun(NamedTuple):
     """A request that was accepted, before its first token.
 
     Attributes:
-        request_id: Its name; generations are named ``{request_id}/{index}``.
-        prompt_tokens: Tokens of the prompt; 0 if they are not known yet.
+        request_id: Its name. Generations are named ``{request_id}/{index}``.
+        prompt_tokens: Number of tokens of the prompt; 0 if not known yet.
     """
 
     request_id: str
@@ -37,12 +37,12 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text of a sample that follows the text already sent. What is sent is a prefix of the message in the result.
+    """Text of a sample that follows the text already sent. All text sent so far is a prefix of the message in the result.
 
     Attributes:
         index: Index of the sample, from 0.
         content: More of its content.
-        reasoning: More of its reasoning, all of which precedes the content.
+        reasoning: More of its reasoning. All reasoning precedes the content.
     """
 
     index: int
@@ -51,8 +51,8 @@ class Delta:
 
 
 Result: TypeAlias = episode_pb2.EpisodeServiceGenerateResponse
-"""What was sampled and recorded, with each message as `visible_message` returns it. Of a prompt that is no conversation, the content of the
-message is the text."""
+"""Recorded samples, with each message as `visible_message` returns it. If the prompt is not a conversation, the content of the message is
+the text."""
 
 
 class Reply(Protocol):
@@ -80,13 +80,13 @@ class Reply(Protocol):
 
 
 def visible_message(sample: rollout_pb2.GeneratedSample, generation_id: str) -> tokens_pb2.ChatMessage:
-    """Return a sampled message as the client gets it, and sends it back.
+    """Return a sampled message as the client gets it and sends it back.
 
-    It has no stop string, and each of its tool calls has an id: one of ours where the model's format has none.
+    It has no stop string. Each tool call has an id, a generated one if the model's format has none.
 
     Args:
         sample: The sample. Without a message, its text is the content.
-        generation_id: Its name.
+        generation_id: Name of the sample's generation.
     """
     shown = tokens_pb2.ChatMessage()
     if sample.HasField("message"):
@@ -103,10 +103,10 @@ def visible_message(sample: rollout_pb2.GeneratedSample, generation_id: str) -> 
 
 
 class StopStringFilter:
-    """Removes the stop string from the end of a text that comes in parts. What may be its beginning is held back.
+    """Removes the stop string from the end of a text that comes in parts. Text that may be the beginning of a stop string is held back.
 
-    The text is cut where the string is first, which may be before its end: a sample may have to reach `min_tokens`, and the texts
-    around a tool call are joined. So what follows any of the strings is held back, too.
+    The text is cut at the first occurrence of the stop string, which may not be at the end of the text: a sample may have to reach
+    `min_tokens`, and the texts around a tool call are joined. So text after any stop string is held back, too.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ class StopStringFilter:
         """Whether a stop string was found, so that the rest is held back until the end."""
 
     def after(self, new: str, stop_string: str, *, last: bool) -> str:
-        """Return what can be shown after more text. `stop_string` is the one that ended the text, if any did."""
+        """Return the text that can be shown after more text has come. `stop_string` is the stop string that ended the text, if any did."""
         self._held.append(new)
         if self.is_cut and not (last or stop_string):
             return ""
@@ -132,7 +132,7 @@ class StopStringFilter:
         return text[:end]
 
     def complete(self) -> str:
-        """Return what was held back as the beginning of a stop string, since no more text follows before the end of the sample."""
+        """Return text that was held back as the beginning of a stop string. Call it when no more text follows before the end of the sample."""
         if self.is_cut:
             return ""
         text = "".join(self._held)
@@ -141,7 +141,7 @@ class StopStringFilter:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of a text that is a prefix of the mark, and not all of it."""
+    """Return the length of the longest suffix of a text that is a prefix of the mark, but not the whole mark."""
     at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
     while at >= 0 and not mark.startswith(text[at:]):
         at = text.find(mark[0], at + 1)
@@ -161,7 +161,7 @@ class MessageFilter:
         self._is_reasoned = False
 
     def after(self, reasoning: str, content: str, stop_string: str, *, last: bool) -> tuple[str, str]:
-        """Return the reasoning and the content that can be shown after more of them."""
+        """Return the reasoning and the content that can be shown after more of them has come."""
         shown = self._reasoning.after(reasoning, stop_string, last=last)
         if content and not (last or self._is_reasoned):
             self._is_reasoned = True
@@ -175,7 +175,7 @@ class MessageFilter:
 
 
 class TextDeltas:
-    """What samples say, as it comes and without their stop strings: the messages of a conversation, else the texts.
+    """Text of samples as it comes, without stop strings: parts of messages for a conversation, else plain text.
 
     Args:
         stops: The stop strings.
@@ -187,14 +187,14 @@ class TextDeltas:
         self._filters: dict[int, MessageFilter] = {}
 
     def of(self, chunk: rollout_pb2.StreamChunk) -> Iterator[Delta]:
-        """Yield what can be shown after a message of the stream."""
+        """Yield the text that can be shown after a message of the stream."""
         for each in chunk.deltas:
             shown = self.after(each)
             if shown.reasoning or shown.content:
                 yield shown
 
     def after(self, delta: rollout_pb2.SampleDelta) -> Delta:
-        """Return what can be shown after more of one sample."""
+        """Return the text that can be shown after more of one sample has come."""
         new = delta.tokens
         said = (delta.reasoning, delta.content) if self._of_messages else ("", new.text)
         visible = self._filters.setdefault(new.index, MessageFilter(self._stops))
@@ -210,12 +210,12 @@ class Unshown:
         self._reasoning: dict[int, int] = {}
 
     def sent(self, delta: Delta) -> None:
-        """Account for text that is sent."""
+        """Note text that was sent."""
         self._content[delta.index] = self._content.get(delta.index, 0) + len(delta.content)
         self._reasoning[delta.index] = self._reasoning.get(delta.index, 0) + len(delta.reasoning)
 
     def rest(self, index: int, message: tokens_pb2.ChatMessage) -> Delta:
-        """Return what is left of a whole message."""
+        """Return the part of a whole message that was not sent yet."""
         content, reasoning = self._content.get(index, 0), self._reasoning.get(index, 0)
         return Delta(index, message.content[content:], message.reasoning[reasoning:])
 
@@ -229,8 +229,8 @@ FINISH_REASONS = {
     tokens_pb2.FINISH_REASON_ERROR: "error",
     tokens_pb2.FINISH_REASON_VERSION_RETIRED: "version_retired",
 }
-"""The last three are not OpenAI's: an operator ended the request, the model's output was NaN, or its adapter was unloaded. The
-tokens up to then are valid."""
+"""The last three reasons are not OpenAI's: an operator ended the request, the model's output was NaN, or its adapter was unloaded. The
+tokens before are valid."""
 
 
 LEAST = -9999.0
@@ -242,15 +242,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 TokenText: TypeAlias = Callable[[int], str]
-"""Returns the text of one token. Special tokens have theirs too."""
+"""Returns the text of one token, also of special tokens."""
 
 
 def logprob_content(sample: rollout_pb2.GeneratedSample, token_text: TokenText | None = None) -> list[dict[str, Any]]:
-    """Return one entry per token. A token that is part of a character has no `bytes`.
+    """Return one entry per token. A token with an incomplete character has no `bytes`.
 
     Args:
         sample: The sample.
-        token_text: Returns the text of a token. None: a token is named by its id, in the two forms that clients read.
+        token_text: Returns the text of a token. None: an entry has the id, in the two forms that clients read.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def logprob_content(sample: rollout_pb2.GeneratedSample, token_text: TokenText |
 
 
 def token_name(token: int) -> str:
-    """Return the name of a token, as vLLM has it with `return_tokens_as_token_ids`."""
+    """Return the name of a token, in vLLM's format for `return_tokens_as_token_ids`."""
     return f"token_id:{token}"
 
 
@@ -284,7 +284,7 @@ def ending(sample: rollout_pb2.GeneratedSample, *, calls: bool) -> dict[str, Any
 
 
 def token_fields(sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
-    """Return the ids of a choice and the versions that sampled them."""
+    """Return the token ids of a choice and the versions that sampled them."""
     spans = [
         {"start": span.start, "version": str(Version.from_proto(span.policy_version))} for span in sample.version_spans
     ]
@@ -327,8 +327,8 @@ AnySampling = TypeVar("AnySampling", bound=SamplingBody)
 class OpenAIReply(ABC, Generic[AnySampling]):
     """Writes the response to one request of Chat Completions or Completions. It has state: each request has its own.
 
-    A replica writes chunks with the tokens of each choice as they come, and choices of its samples. A gateway writes text as it comes, and all
-    else from the recorded result; it has no tokenizer.
+    A replica writes chunks with the tokens of each choice as they come, or choices from its samples. A gateway has no tokenizer. It writes
+    text as it comes, and everything else from the recorded result.
 
     Args:
         body: The request.
@@ -337,9 +337,9 @@ class OpenAIReply(ABC, Generic[AnySampling]):
 
     Attributes:
         body: The request.
-        prefix: How ids of responses begin at a replica.
+        prefix: Prefix of the ids of responses at a replica.
         kinds: `object` of a response, and of a chunk.
-        choices_have_prompts: Whether each choice has the ids of its prompt, since choices may have different ones.
+        choices_have_prompts: Whether each choice has the token ids of its prompt, since choices may have different prompts.
     """
 
     prefix: ClassVar[str]
@@ -385,7 +385,7 @@ class OpenAIReply(ABC, Generic[AnySampling]):
         self._head = self._fields(identifier, self.kinds[1])
 
     def end(self, counts: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the last events of a stream: the token counts, if they are wanted, and `[DONE]`."""
+        """Yield the last events of a stream: the token counts, if the client wants them, and `[DONE]`."""
         if self.body.include_usage:
             yield event({**self._head, "choices": [], "usage": counts})
         yield DONE
@@ -396,7 +396,7 @@ class OpenAIReply(ABC, Generic[AnySampling]):
         return event(error_body(error))
 
     def prompt(self, prompt_ids: Sequence[int] | None, *, of_choice: bool) -> dict[str, Any]:
-        """Return the ids of a prompt, if they are wanted and belong there. None: they were sent before."""
+        """Return the ids of a prompt, if the client wants them and they belong to a choice (or not: `of_choice`). None: they were sent before."""
         wanted = self.body.return_token_ids and self.choices_have_prompts is of_choice and prompt_ids is not None
         return {"prompt_token_ids": list(prompt_ids or ())} if wanted else {}
 
@@ -408,6 +408,6 @@ class OpenAIReply(ABC, Generic[AnySampling]):
         return event({**self._head, "choices": [choice], **no_usage, **(extras or {})})
 
     def _end_fields(self, sample: rollout_pb2.GeneratedSample, generation_id: str, *, calls: bool) -> dict[str, Any]:
-        """Return why a choice ended, the name of its generation, and the tokens, if they are wanted."""
+        """Return why a choice ended, the name of its generation, and the tokens if the client wants them."""
         named = {"generation_id": generation_id} if generation_id else {}
         return ending(sample, calls=calls) | named | (token_fields(sample) if self.body.return_token_ids else {})

@@ -1,12 +1,13 @@
-"""What the dialects read: bodies, sampling, content, and what a request asks for.
+"""Input of the dialects: bodies, sampling, content, and the request that results.
 
-Each body has two forms. A gateway reads the lenient one, since nobody can change its clients: what changes no token is ignored, what cannot be
-done is left out or not enforced, and each of these is a notice of the request. A replica reads the strict one (`Strict...`), a subclass with
-narrower fields that forbids unknown keys: it refuses what it would not do as the client wrote it. So one function turns both into a request.
+Each body has two forms. A gateway reads the lenient form, since its clients cannot be changed: it ignores fields that change no token,
+leaves out or does not enforce what it cannot do, and adds a notice to the request for each. A replica reads the strict form
+(`Strict...`), which refuses everything that would not be done as the client wrote it. The strict form is a subclass with narrower fields
+that forbids unknown keys, so one function turns both forms into a request.
 
-The strict form takes `user`, `metadata`, `store`, `safety_identifier` and `prompt_cache_key`, which describe the caller and change no answer.
-Fields for which only one value is supported (such as `echo` or `service_tier`) may be sent with that value. Only the form of the values is
-checked here. The replica checks whether they fit the model, as it does for gRPC requests.
+The strict form accepts `user`, `metadata`, `store`, `safety_identifier` and `prompt_cache_key`, which describe the caller and change no
+answer. Fields for which only one value is supported (such as `echo` or `service_tier`) may be sent with that value. Only the form of the
+values is checked here. The replica checks whether they fit the model, as it does for gRPC requests.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ def inconsistent(parameter: str, text: str) -> PydanticCustomError:
 
 
 MAX_DEPTH = 16
-"""Maximum nesting of objects and lists in a JSON object of free form; protobuf has a limit of its own near this."""
+"""Maximum nesting of objects and lists in a free-form JSON object. Protobuf has a similar limit."""
 
 MAX_VALUES = 65_536
-"""Maximum number of values in a JSON object of free form."""
+"""Maximum number of values in a free-form JSON object."""
 
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 
 
 def _bounded(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse an object that is nested too deeply, too large, or holds a number that JSON does not have."""
+    """Refuse an object that is nested too deeply, is too large, or holds a number that JSON does not have."""
     level: list[Any] = [given]
     count = 0
     for _ in range(MAX_DEPTH):
@@ -74,9 +75,9 @@ MAX_INTEGER = 2**64
 
 
 def refuse_not_finite(body: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a parsed body, unless a number in it, wherever it stands, is none of JSON: NaN, or too large for a double, as 1e999.
+    """Return a parsed body. Refuse numbers anywhere in it that JSON does not have: NaN, or numbers too large for a double, such as 1e999.
 
-    Such a number cannot be sent back, nor shown to the model.
+    Such a number can neither be sent back nor shown to the model.
 
     Raises:
         PydanticCustomError: with the path of the number.
@@ -96,7 +97,7 @@ def refuse_not_finite(body: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def _path_of(wanted: float, body: Any) -> str:  # noqa: ANN401 - JSON
-    """Return the path of this very object in a parsed body, cut to a length that fits a message."""
+    """Return the path of this object (by identity) in a parsed body, cut to a length that fits a message."""
     left: list[tuple[str, Any]] = [("", body)]
     while left:
         path, value = left.pop()
@@ -118,10 +119,10 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 NoticeKind: TypeAlias = Literal["ignored", "left_out", "not_enforced", "overridden", "not_trained"]
 
 MAX_NOTICE_CHARACTERS = 64
-"""Characters of the name of a notice."""
+"""Maximum number of characters of the name of a notice."""
 
 MAX_NOTICES = 64
-"""Notices of one request; further ones are left out."""
+"""Maximum number of notices of one request. Further ones are left out."""
 
 
 class Notice(NamedTuple):
@@ -129,8 +130,8 @@ class Notice(NamedTuple):
 
     Attributes:
         kind: `ignored`: it cannot change the tokens. `left_out`: it is not in the prompt. `not_enforced`: the model is asked, not
-            forced. `overridden`: the sampling of the session holds. `not_trained`: it was done, and its tokens are not trained.
-        what: Name of the field, with its value where that is one of few.
+        forced. `overridden`: the session's sampling is used. `not_trained`: it was done, but its tokens are not trained.
+        what: Name of the field, with its value if there are only a few possible values.
     """
 
     kind: NoticeKind
@@ -144,10 +145,10 @@ class ClientRequest:
     Attributes:
         dialect: Dialect and route, such as ``openai.responses``.
         model: Name of the model as the client wrote it; the response repeats it.
-        generate: What to sample. Sampling fields that are not set are those of the session.
+        generate: The request to sample. Unset sampling fields take the session's values.
         stream: Whether the client wants a stream.
-        notices: What was not done as written.
-        not_trained: Why it may not be trained, such as ``TOP_P``; empty if it may.
+        notices: Parts that were not done as written.
+        not_trained: Why its tokens may not be trained, such as ``TOP_P``; empty if they may.
     """
 
     dialect: str
@@ -158,14 +159,14 @@ class ClientRequest:
     not_trained: str = ""
 
     def note(self, kind: NoticeKind, what: str) -> None:
-        """Add a notice, once; of a longer name only the beginning: it becomes a label of a metric, and clients choose it."""
+        """Add a notice, once. Cut long names, because they become labels of a metric, and clients choose them."""
         notice = Notice(kind, what[:MAX_NOTICE_CHARACTERS])
         if notice not in self.notices and len(self.notices) < MAX_NOTICES:
             self.notices.append(notice)
 
 
 class Inner(BaseModel):
-    """An object within a body. What it holds besides its fields is ignored."""
+    """An object within a body. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -198,11 +199,11 @@ TEXT_PARTS = {"text", "input_text", "output_text", "summary_text", "reasoning_te
 IMAGE_PARTS = {"image_url", "input_image"}
 
 ROLES = {"developer": "system"}
-"""Roles with another name in the contract."""
+"""Roles that have another name in the contract."""
 
 
 class RequestBody(BaseModel):
-    """Body of a request, in any dialect: a JSON object whose numbers are all finite. Unknown keys are kept apart, and noted."""
+    """Body of a request, in any dialect: a JSON object whose numbers are all finite. Unknown keys are kept separately, for notices."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -219,7 +220,7 @@ class RequestBody(BaseModel):
 
 
 class Said(BaseModel):
-    """A part of a conversation at a replica. Clients send back what they were sent: an unknown key is no error if its value says nothing."""
+    """A part of a conversation at a replica. Clients send back what they received, so an unknown key with an empty value is allowed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -243,10 +244,10 @@ def _refuse_said(given: object) -> None:
 
 
 Refused = Annotated[None, BeforeValidator(_refuse)]
-"""A field that the strict form does not have."""
+"""A field that the strict form refuses."""
 
 Unsaid = Annotated[None, BeforeValidator(_refuse_said)]
-"""A field that the strict form of a part of a conversation does not have."""
+"""A field that the strict form of a part of a conversation refuses unless its value is empty."""
 
 
 class StreamOptions(Inner):
@@ -256,13 +257,13 @@ class StreamOptions(Inner):
 
 
 def _named(given: object) -> object:
-    if given is None:  # at a replica it is the model that is served
+    if given is None:  # at a replica, `model` is required and names the served model
         raise PydanticKnownError("string_type")
     return given
 
 
 class SamplingBody(RequestBody):
-    """Parameters of Chat Completions and Completions. What is not here is ignored and counted."""
+    """Parameters of Chat Completions and Completions. Other parameters are ignored and counted."""
 
     model: Annotated[str | None, BeforeValidator(_named)] = ""
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
@@ -286,7 +287,7 @@ class SamplingBody(RequestBody):
     return_token_ids: bool | None = None
 
     def generate_request(self, max_tokens: int | None, top_logprobs: int) -> rollout_pb2.GenerateRequest:
-        """Return the request of the contract, without its prompt."""
+        """Return the request in the form of the contract, without its prompt."""
         names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         given = {name: getattr(self, name) for name in names}
         sampling = tokens_pb2.SamplingParams(
@@ -321,7 +322,7 @@ class StrictStreamOptions(StreamOptions, extra="forbid"):
 
 
 class StrictSamplingBody(SamplingBody, extra="forbid"):
-    """Parameters of both endpoints of a replica. One that is null or left out has the default of the contract."""
+    """Parameters of both endpoints of a replica. If a parameter is null or missing, the default of the contract applies."""
 
     model: str | None = None
     stream_options: StrictStreamOptions | None = None
@@ -337,7 +338,7 @@ class StrictSamplingBody(SamplingBody, extra="forbid"):
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_finite(cls, given: Any) -> Any:  # noqa: ANN401 - JSON
-        """Check nothing: each number is checked with the limits of its field."""
+        """Check nothing here, because the limits of each field check its numbers."""
         return given
 
     @model_validator(mode="after")
@@ -348,13 +349,13 @@ class StrictSamplingBody(SamplingBody, extra="forbid"):
 
 
 class Typed(Inner):
-    """An object of which only the type counts."""
+    """An object of which only `type` is read."""
 
     type: str
 
 
 class Url(Inner):
-    """Where an image is."""
+    """Location of an image."""
 
     url: str
 
@@ -372,7 +373,7 @@ Content = str | list[Part] | None
 
 
 def add_content(message: tokens_pb2.ChatMessage, content: Content, where: str, request: ClientRequest) -> None:
-    """Set the content of a message. Text in parts is joined; only a message with images keeps its parts.
+    """Set the content of a message. Join text that comes in parts, unless the message has images.
 
     Raises:
         SluiceError: INVALID_ARGUMENT for a part that cannot be shown to the model.
@@ -414,7 +415,7 @@ def image_of(data: str, where: str) -> bytes:
     """Return the bytes of an image.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT if they are not base64.
+        SluiceError: INVALID_ARGUMENT if `data` is not base64.
     """
     try:
         return base64.b64decode(data, validate=True)
@@ -423,7 +424,7 @@ def image_of(data: str, where: str) -> bytes:
 
 
 def note_choice(request: ClientRequest, tool_choice: str | Typed | None, parallel: bool | None) -> None:
-    """Note what a client asks of tool calls: the model is asked for it, not forced."""
+    """Add notices for a client's demands on tool calls: the model is asked to meet them, not forced."""
     choice = (tool_choice or "auto") if isinstance(tool_choice, str | None) else "named"
     if choice != "auto":
         request.note("not_enforced", f"tool_choice.{choice}")

@@ -1,7 +1,7 @@
 """OpenAI's Chat Completions: `POST /v1/chat/completions`.
 
-Fields of responses that are not OpenAI's: `reasoning_content` and `stop_reason` as vLLM has them; with `return_token_ids` also `token_ids`,
-`version_spans` (which policy version sampled the tokens from index `start` on) and, once, `prompt_token_ids`; and at a gateway
+Fields of responses beyond OpenAI's: `reasoning_content` and `stop_reason` as in vLLM; with `return_token_ids` also `token_ids`,
+`version_spans` (the policy version that sampled the tokens from index `start` on) and, once, `prompt_token_ids`; at a gateway also
 `generation_id` of each choice.
 """
 
@@ -99,7 +99,7 @@ class ChatBody(bodies.SamplingBody):
     functions: list[Any] | None = None
 
 
-# The strict forms. A list of narrower objects is a narrower list, as long as nobody appends to it, which mypy cannot know.
+# The strict forms. They narrow the element types of lists. That is safe as long as nobody appends to the lists, which mypy cannot know.
 
 
 class StrictCalledFunction(Said, CalledFunction, extra="forbid"):
@@ -150,7 +150,7 @@ class StrictTool(Tool, extra="forbid"):
 
 
 class TextFormat(Typed, extra="forbid"):
-    """The one response format: text."""
+    """The only supported response format: text."""
 
     type: Literal["text"]
 
@@ -176,7 +176,7 @@ class StrictChatBody(bodies.StrictSamplingBody, ChatBody, extra="forbid"):
 
 
 def parse(body: ChatBody) -> ClientRequest:
-    """Return what a body asks for.
+    """Return the request of a body.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with the field at fault.
@@ -285,7 +285,7 @@ class ChatReply(answers.OpenAIReply[ChatBody]):
                 yield self._chunk({"index": delta.index, "delta": {name: text}, **_UNFINISHED})
 
     def ending(self, result: Result) -> Iterator[bytes]:
-        """Yield the events that end the stream: what is left of each message, its tool calls, and why it ended."""
+        """Yield the events that end the stream: the rest of each message, its tool calls, and why it ended."""
         for index, each in enumerate(result.generations):
             yield from self.text(self._unshown.rest(index, each.message))
             if each.message.tool_calls:
@@ -299,7 +299,7 @@ class ChatReply(answers.OpenAIReply[ChatBody]):
     def _rest(
         self, sample: rollout_pb2.GeneratedSample, message: tokens_pb2.ChatMessage, generation_id: str = ""
     ) -> dict[str, Any]:
-        """Return the fields of a choice, or of a chunk of one, beside what it says."""
+        """Return the fields of a choice, or of a chunk of a choice, other than its text."""
         logprobs = chat_logprobs(sample, self._token_text) if self.body.logprobs else None
         return {"logprobs": logprobs} | self._end_fields(sample, generation_id, calls=bool(message.tool_calls))
 
@@ -317,5 +317,5 @@ def _call(call: tokens_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _numbered(message: tokens_pb2.ChatMessage) -> list[dict[str, Any]]:
-    """Return the calls of a message as a chunk has them."""
+    """Return the tool calls of a message in the form of a chunk."""
     return [{"index": at, **_call(call)} for at, call in enumerate(message.tool_calls)]

@@ -1,7 +1,7 @@
-"""Prompts that are no conversation: OpenAI's Completions, and token ids in, token ids out.
+"""Prompts that are not conversations: OpenAI's Completions, and a route with token ids in and out.
 
-`POST /v1/completions` takes a text or token ids; at a replica several of them, each of which is a request of its own, so that each choice has
-its own `prompt_token_ids`. `POST /inference/v1/generate`, at the root of a gateway, is the route of vLLM and renderers for token ids.
+`POST /v1/completions` takes a text or token ids. A replica also takes several prompts, and makes a request of each, so that each choice
+has its own `prompt_token_ids`. `POST /inference/v1/generate`, at the root of a gateway, is the route of vLLM and renderers for token ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "openai.completions"
 TOKENS_NAME = "tokens.generate"
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for `/v1/completions`. `/v1/chat/completions` has none: the context is the limit."""
+"""OpenAI's default of max_tokens for `/v1/completions`. `/v1/chat/completions` has no default: the context is the limit."""
 
 MAX_PROMPTS = 256
 """Maximum number of prompts in one request."""
@@ -73,7 +73,7 @@ class StrictCompletionBody(bodies.StrictSamplingBody, CompletionBody, extra="for
 
 
 def parse(body: CompletionBody) -> ClientRequest:
-    """Return what a body with one prompt asks for.
+    """Return the request of a body with one prompt.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with the field at fault.
@@ -182,7 +182,7 @@ def completion_logprobs(
 
     Args:
         sample: A sample, or its tokens in one chunk.
-        token_text: Returns the text of a token. None: tokens are named by their ids, and their offsets are not known.
+        token_text: Returns the text of a token. None: tokens are named by their ids, and their offsets are unknown.
         offset: Characters of the choice's text before these tokens.
     """
     name = token_text or answers.token_name
@@ -205,7 +205,7 @@ def completion_logprobs(
 
 
 class SamplingParameters(bodies.SamplingBody):
-    """Sampling by vLLM's names."""
+    """Sampling parameters by vLLM's names."""
 
     logprobs: bodies.Alternatives | None = None
     prompt_logprobs: Any = None
@@ -222,7 +222,7 @@ class TokensBody(bodies.RequestBody):
 
 
 def parse_tokens(body: TokensBody) -> ClientRequest:
-    """Return what a body asks for.
+    """Return the request of a body.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with the field at fault.
@@ -242,7 +242,7 @@ def parse_tokens(body: TokensBody) -> ClientRequest:
 
 
 def whole_tokens(result: Result) -> dict[str, Any]:
-    """Return the JSON of a response with token ids. Log-probabilities are always there: clients of this route train."""
+    """Return the JSON of a response with token ids. It always has log-probabilities, because clients of this route train."""
     choices = [
         {
             "index": index,

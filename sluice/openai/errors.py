@@ -38,7 +38,7 @@ HTTP_REASONS: Mapping[int, str] = {
     413: "BODY_TOO_LARGE",
     429: "TOO_MANY_REQUESTS",
 }
-"""Reasons of errors that are HTTP's own, by status; any other is INVALID_REQUEST."""
+"""Reasons for errors that HTTP itself defines, by status. Any other status is INVALID_REQUEST."""
 
 PARAMETERS = {
     "conversation": "messages",
@@ -48,7 +48,7 @@ PARAMETERS = {
     "token_ids": "prompt",
     "sampling": "",
 }
-"""Names in this dialect of fields that the contract names differently."""
+"""Names in this dialect for fields that have another name in the contract."""
 
 
 def error_body(error: SluiceError) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def error_status(error: SluiceError) -> int:
 def error_response(
     error: SluiceError, *, status: int | None = None, body: Mapping[str, Any] | None = None
 ) -> JSONResponse:
-    """Return the HTTP response for an error. OpenAI's client prefers `retry-after-ms` to `retry-after`, which has whole seconds.
+    """Return the HTTP response for an error. It has both `retry-after-ms`, which OpenAI's client prefers, and `retry-after`, in whole seconds.
 
     Args:
         error: The error.
-        status: HTTP status; by default that of `error_status`.
-        body: JSON object; by default that of `error_body`.
+        status: HTTP status; by default from `error_status`.
+        body: JSON object; by default from `error_body`.
     """
     status = error_status(error) if status is None else status
     headers = {}
@@ -90,7 +90,7 @@ def too_large(most: int) -> HTTPException:
 
 
 def too_many_bytes(retry_after_s: float) -> HTTPException:
-    """Return the error for a body for which there is no room beside those of the requests in progress."""
+    """Return the error for a body for which there is no room because of the bodies of requests in progress."""
     message = "the requests in progress are as large as this server holds at a time; retry after the delay"
     return HTTPException(429, message, {"retry-after": str(math.ceil(retry_after_s))})
 
@@ -127,7 +127,7 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def describe_faults(faults: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
-    """Return the first parameter at fault and a message with the first eight faults, each of pydantic's form."""
+    """Return the first parameter at fault and a message with the first eight faults. `faults` come from pydantic."""
     parameters = [fault.get("ctx", {}).get("parameter") or _path(fault["loc"]) for fault in faults]
     texts = [f"{parameter or 'body'}: {_sentence(fault)}" for parameter, fault in zip(parameters, faults, strict=True)]
     return parameters[0] or None, "; ".join(dict.fromkeys(texts[:8]))

@@ -1,8 +1,8 @@
 """Anthropic's Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-Blocks become messages of the contract: text and images of a user stay one message, each `tool_result` is a message of the role tool,
-and `system` is the first message. Blocks of one message are joined by line feeds, those of the assistant without any, as they were sampled.
-Thinking goes out with a signature that says nothing, and comes back unread.
+Blocks become messages of the contract: text and images of a user stay one message, each `tool_result` becomes a message of the role tool,
+and `system` becomes the first message. Blocks of one message are joined by line feeds. Blocks of the assistant are joined without line
+feeds, as they were sampled. Thinking blocks have a constant signature. It is not checked when a client sends them back.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SIGNATURE = "c2x1aWNl"
 """Signature of each thinking block. Clients keep it and send it back; it is not read."""
 
 MALFORMED = "__malformed_arguments__"
-"""Key of a tool call's `input` under which arguments stand that are no JSON object: `input` cannot hold anything else."""
+"""Key in a tool call's `input` for arguments that are not a JSON object, because `input` must be an object."""
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a line in the system prompt that is for Anthropic's accounting. It differs from request to request."""
+"""Beginning of a line in the system prompt for Anthropic's accounting. The line differs from request to request."""
 
 SYSTEM = "system"
 
 
 class Source(Inner):
-    """Where an image is, or what a document says."""
+    """Location of an image, or text of a document."""
 
     type: str
     data: str | None = None
@@ -78,7 +78,7 @@ class Message(Inner):
 
 
 class Tool(Inner):
-    """A tool. Those without a type, or with the type custom, are functions of the client."""
+    """A tool. Tools without a type, or with the type custom, are functions of the client."""
 
     name: str = ""
     type: str | None = None
@@ -116,7 +116,7 @@ class MessagesBody(CountBody):
 
 
 def parse(body: MessagesBody) -> ClientRequest:
-    """Return what a body asks for.
+    """Return the request of a body.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with the field at fault.
@@ -134,7 +134,7 @@ def parse(body: MessagesBody) -> ClientRequest:
 
 
 def counted(body: CountBody) -> tokens_pb2.Conversation:
-    """Return the conversation of which the tokens are wanted.
+    """Return the conversation whose tokens the client wants counted.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with the field at fault.
@@ -182,9 +182,9 @@ class _Reader:
     """Turns the blocks of one message into messages of a conversation.
 
     Args:
-        conversation: Takes the messages.
+        conversation: The messages are added to it.
         where: Path of the blocks, for errors.
-        request: Takes the notices.
+        request: Notices are added to it.
     """
 
     def __init__(self, conversation: tokens_pb2.Conversation, where: str, request: ClientRequest) -> None:
@@ -192,7 +192,7 @@ class _Reader:
         self._parts: list[tokens_pb2.ContentPart] = []
 
     def add(self, role: str, blocks: Sequence[Block]) -> None:
-        """Add what the blocks say."""
+        """Add the messages of the blocks."""
         if role == "assistant":
             self._add_assistant(blocks)
             return
@@ -252,7 +252,7 @@ class _Reader:
 
 
 def _document_text(source: Source | None) -> str:
-    """Return the text of a document that is one, or blocks of one; empty for files and addresses."""
+    """Return the text of a document that holds text or text blocks; empty for files and URLs."""
     if source is None:
         return ""
     if source.type == "text":
@@ -280,10 +280,10 @@ def _arguments(given: Any) -> str:  # noqa: ANN401 - JSON
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the input of a call, from its arguments as text: parsed, if the JSON can be sent and read again."""
+    """Return the input of a call from its arguments, which are text. Parse them if they are a JSON object that can be sent."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False)
-        dumps(value)  # refuses 1e999, which was read as infinity
+        dumps(value)  # refuses 1e999, which is parsed as infinity
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {MALFORMED: arguments}
@@ -300,7 +300,7 @@ class MessagesReply:
         self._body = body
         self._unshown = Unshown()
         self._space = ""
-        """White space that begins the text. Before tool calls it is left out, if nothing else follows."""
+        """White space at the beginning of the text. It is left out if no other text follows before tool calls."""
         self._index = -1
         self._open = ""
         """Type of the block that is being sent."""
@@ -335,7 +335,7 @@ class MessagesReply:
             yield from self._say()
 
     def ending(self, result: Result) -> Iterator[bytes]:
-        """Yield the events that end the stream: what is left of the message, its tool calls, and why it ended."""
+        """Yield the events that end the stream: the rest of the message, its tool calls, and why it ended."""
         generation = result.generations[0]
         message = generation.message
         yield from self.text(self._unshown.rest(0, message))

@@ -1,8 +1,8 @@
-"""One HTTP request: the checks before it, and its response, which ends when the client leaves.
+"""One HTTP request: the checks before it, and its response, which ends when the client disconnects.
 
-The checks are those of its id, its size, who calls and from where; each request is counted and logged, and an unexpected error is answered.
-A web page can make the browser of the user send requests to a server on this machine. Two checks refuse them: what changes
-something must be sent as JSON, and a server without tokens checks `Host` and `Origin`.
+The checks cover the request's id, its size, its caller and its origin. Each request is counted and logged, and an unexpected error gets a
+response, too. A web page can make the user's browser send requests to a server on this machine. Two checks refuse them: a request that
+changes something must be sent as JSON, and a server without tokens checks `Host` and `Origin`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from sluice.rpc.server import RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
 
 REQUEST_ID = "x-request-id"
 HEALTH_PATH = "/health"
-"""Needs no token, like gRPC's health service; nor does `READY_PATH`."""
+"""Path of the health check. It and `READY_PATH` need no token, like gRPC's health service."""
 
 
 SERVICE = "openai"
-"""Name of the service in the metrics. Their method is the path, their code the HTTP status."""
+"""Name of the service in the metrics. There the method is the path, and the code is the HTTP status."""
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that neither change anything nor start a computation."""
@@ -64,7 +64,7 @@ log = structlog.get_logger()
 
 
 def ready_answer(readiness: Readiness) -> JSONResponse:
-    """Return 200 if the service has what it needs, else 503 with what it waits for."""
+    """Return 200 if the service is ready, else 503 with the reasons why it waits."""
     waits = readiness.waits_for()
     return JSONResponse({"ready": not waits, "waits_for": waits}, 503 if waits else 200)
 
@@ -80,10 +80,10 @@ class RequestBounds:
     """How many requests may be in progress, and how large their bodies may be.
 
     Attributes:
-        requests: Maximum number of requests; as many again to the routes that wait.
+        requests: Maximum number of requests to the routes in `waiting`, and the same number to all others.
         body_bytes: Maximum size of a body.
         bodies_bytes: Maximum of all bodies together.
-        waiting: Routes whose requests wait for work: they must not keep those out that have some.
+        waiting: Routes whose requests wait for work. They have a separate limit, so that they do not keep out requests that have work.
     """
 
     requests: int
@@ -93,7 +93,7 @@ class RequestBounds:
 
 
 class Door:
-    """Says who calls, and answers errors. This one asks for a principal, by token or certificate.
+    """Finds out who calls, and answers errors. This class needs a principal, by token or certificate.
 
     Args:
         access: Who may call.
@@ -103,11 +103,11 @@ class Door:
         self.access = access
 
     def token(self, headers: Headers) -> str:
-        """Return the token that says who the caller is; without one it is the certificate, else the session that is named."""
+        """Return the token of the caller; empty without one. Then the certificate identifies the caller, or else the session in the request."""
         return bearer_token(headers)
 
     def admit(self, scope: Scope, route: str, roles: frozenset[Role]) -> Usage | None:
-        """Admit a request to a route for some roles; return what must be told of its end.
+        """Admit a request to a route for some roles. Return its usage, to be ended with the request.
 
         Raises:
             SluiceError: UNAUTHENTICATED, PERMISSION_DENIED, RESOURCE_EXHAUSTED.
@@ -126,10 +126,10 @@ class RequestGuard:
 
     Args:
         app: The app.
-        door: Says who calls.
+        door: Finds out who calls.
         port: The port in `sluice.rpc.access.ACCESS`, which says which role each route needs.
         host: Address that the server is bound to.
-        bounds: How many requests may be in progress, and how large.
+        bounds: How many requests may be in progress, and how large they may be.
     """
 
     def __init__(self, app: ASGIApp, door: Door, port: str, host: str, bounds: RequestBounds) -> None:
@@ -161,7 +161,7 @@ class RequestGuard:
         except ClientDisconnect:
             log.debug("the client disconnected before its request was whole", path=path)
         except asyncio.CancelledError:
-            # Nobody but the server cancels a request: it stops, and the client is still there. What has begun is cut.
+            # Only a stopping server cancels a request, and its client is still connected. A response that has begun is cut off.
             if not call.status:
                 await self._door.answer(_stopping(), scope["path"])(scope, receive, call.send)
         except Exception as error:
@@ -177,8 +177,8 @@ class RequestGuard:
             call.end(path)
 
     def _admit(self, scope: Scope, route: str, headers: Headers) -> Usage | None:
-        """Accept or refuse a request by its head, before its body is read; return what counts it."""
-        roles = roles_for(self._port, route.removeprefix("/")) if route else EVERY_ROLE  # without a route it is a 404
+        """Accept or refuse a request by its head, before its body is read. Return its usage, to be ended with the request."""
+        roles = roles_for(self._port, route.removeprefix("/")) if route else EVERY_ROLE  # without a route: 404
         if roles is None:
             return None
         if self._door.access.open:
@@ -201,17 +201,17 @@ class RequestGuard:
         return self._door.admit(scope, route, roles)
 
     def _check_origin(self, headers: Headers) -> None:
-        """Refuse a request that a page of another site made, by `Host` and `Origin`.
+        """Refuse a request from a page of another site, by `Host` and `Origin`.
 
-        An attacker may let a name of theirs resolve to this machine (DNS rebinding): then `Host` has that name. `Origin` names
-        the page that made the browser send the request.
+        An attacker's DNS name may resolve to this machine (DNS rebinding). Then `Host` has that name. `Origin` names the page that made
+        the browser send the request.
 
         Raises:
             SluiceError: PERMISSION_DENIED.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
         remedy = "or protect the server by tokens (security.principals_file)"
-        # A server that is bound to the network may have names that it does not know; then only the origin is checked.
+        # A server that is bound to the network may have names that it does not know. Then check only the origin.
         if self._loopback and not self._is_ours(f"//{host}"):
             message = f"the request is addressed to {host[:100]!r}: use localhost or 127.0.0.1, {remedy}"
             raise SluiceError(grpc.StatusCode.PERMISSION_DENIED, "HOST_NOT_ALLOWED", message)
@@ -228,13 +228,13 @@ class RequestGuard:
 
 
 def certificate_of(scope: Scope) -> Collection[str]:
-    """Return the names in the client's certificate; none without one."""
+    """Return the names in the client's certificate; empty without one."""
     names: Collection[str] = scope.get("state", {}).get(CERTIFICATE, ())
     return names
 
 
 def _tenant(scope: Scope, token: str) -> Hashable:
-    """Return whose room the body of a request takes: by what decides who calls, and by nothing else that a client may choose."""
+    """Return the tenant whose room the body of a request takes. It depends only on what identifies the caller."""
     if token:
         return hash(token)
     if names := certificate_of(scope):
@@ -243,7 +243,7 @@ def _tenant(scope: Scope, token: str) -> Hashable:
 
 
 def peer_of(scope: Scope) -> str:
-    """Return the address of a client, as the log of calls has it."""
+    """Return the address of a client in the form of the log of calls."""
     client = scope.get("client")
     return "http" if client is None else f"http:{client[0]}:{client[1]}"
 
@@ -251,13 +251,13 @@ def peer_of(scope: Scope) -> str:
 def recorded(
     call_log: CallLog | None, http: Request, method: str, request: ProtoMessage
 ) -> contextlib.AbstractContextManager[None]:
-    """Serve a request that stands for a call of a contract, then write its line to the log of calls if this has one for it.
+    """In the block, serve a request that corresponds to a gRPC call. Then log that call, if it is one that is logged.
 
     Args:
         call_log: The log; None writes nothing.
         http: The request.
-        method: The call.
-        request: The message of that call.
+        method: Method of the gRPC call.
+        request: Request message of the gRPC call.
     """
     if call_log is None or not is_logged(method):
         return contextlib.nullcontext()
@@ -267,15 +267,15 @@ def recorded(
 def _route_of(scope: Scope) -> str:
     """Return the route that will serve a request, such as `/v1/models/{name:path}`; empty if none will.
 
-    The routes themselves are asked: a comparison of paths could differ from theirs, and the request would be served by a route that its
-    caller was not checked for.
+    Ask the routes themselves. Comparing paths here could give another result than theirs, and the request would be served by a route for
+    which its caller was not checked.
     """
     found = ""
     for route in scope["app"].routes:
         match, _ = route.matches(scope)
         if match is Match.FULL:
             return str(route.path)
-        if match is Match.PARTIAL:  # with another HTTP method
+        if match is Match.PARTIAL:  # the path matches with another HTTP method
             found = found or str(route.path)
     return found
 
@@ -298,7 +298,7 @@ class _Call:
         self._body_due: float | None = None
 
     async def receive(self) -> Message:
-        """Receive a part of the body, or what follows it. Raise if the body is too large, or takes too long."""
+        """Receive a part of the body, or a message after it. Raise if the body is too large, or takes too long."""
         if int(self._declared_length()) > self._most_bytes:
             raise too_large(self._most_bytes)
         if self._whole:
@@ -368,7 +368,7 @@ class Connection:
     """The connection of a client whose request was read.
 
     Args:
-        receive: Gives what the client sends.
+        receive: Returns the client's next message.
 
     Attributes:
         has_left: Whether the client has disconnected.
@@ -395,7 +395,7 @@ class Connection:
             leaving.cancel()
             await asyncio.wait({working, leaving})
             if not working.cancelled():
-                working.exception()  # nobody reads an error that the work raised while it was cancelled
+                working.exception()  # mark an error that the work raised while it was cancelled as read
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -403,23 +403,23 @@ class Connection:
         self.has_left = True
 
     async def sent(self, send: Send) -> None:
-        """Wait until what was sent has left this process, called within the work of `serve`.
+        """Wait until all that was sent has left this process. Call it within the work of `serve`.
 
-        A client that has read all may close at once, and that must not count: so nothing is waited for once there is room.
+        A client that has read everything may close at once. That is not a disconnection, so return as soon as the buffer has room.
 
         Raises:
-            DisconnectedError: if the client disconnected before.
+            DisconnectedError: if the client disconnected before that.
             TimeoutError: after `SEND_DEADLINE_S`.
         """
         async with asyncio.timeout(SEND_DEADLINE_S):
-            # A server writes, and waits for room before it writes again. At the end of a connection it tells `_wait` first.
+            # Before a write, the server waits until the buffer has room. If the connection ends instead, `_wait` gets the message first.
             await send({"type": "http.response.body", "body": b"", "more_body": True})
         if self.has_left:
             raise DisconnectedError
 
 
 async def while_connected(http: Request, work: Coroutine[Any, Any, Result]) -> Result | Response:
-    """Do the work of a request; return an empty response if its client disconnects."""
+    """Do the work of a request. If its client disconnects, return an empty response."""
     try:
         return await Connection(http.receive).serve(work)
     except DisconnectedError:
@@ -427,13 +427,13 @@ async def while_connected(http: Request, work: Coroutine[Any, Any, Result]) -> R
 
 
 SENT = b""
-"""An event of a stream for nobody: what follows it is asked for when all before it was sent."""
+"""A mark in a stream of events, which is not sent. The event after it is requested only when all events before it have been sent."""
 
 
 class EventStream(Response):
     """Sends events until they end or the client disconnects, then closes their source.
 
-    Starlette's own StreamingResponse leaves a source that is waiting at that moment to the garbage collector.
+    If the source is waiting when the client disconnects, Starlette's StreamingResponse leaves it to the garbage collector.
     """
 
     media_type = "text/event-stream"

@@ -1,7 +1,7 @@
 """OpenAI's Responses: `POST /v1/responses`.
 
 The items of the input that the assistant wrote in one turn (reasoning, then text, then calls) become one message of the contract. The
-id of a response is that of its generation, and `previous_response_id` may name any generation of the session.
+id of a response is the id of its generation, and `previous_response_id` may name any generation of the session.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sluice.v1 import episode_pb2, rollout_pb2, tokens_pb2
 NAME = "openai.responses"
 
 ENCRYPTED = "c2x1aWNl"
-"""`encrypted_content` of each reasoning item that a client asks to include. It is not read when it comes back."""
+"""`encrypted_content` of each reasoning item, if a client asks to include it. It is not read when the client sends it back."""
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
@@ -47,7 +47,7 @@ SERVED_INCLUDES = {LOGPROBS, ENCRYPTED_CONTENT}
 
 
 class Item(Inner):
-    """An item of the input, of any type. One without a type is a message."""
+    """An item of the input, of any type. An item without a type is a message."""
 
     type: str = "message"
     role: str | None = None
@@ -70,7 +70,7 @@ class Tool(Inner):
 
 
 class Text(Inner):
-    """How the text of the response is made."""
+    """Format of the text of the response."""
 
     format: Typed | None = None
 
@@ -97,7 +97,7 @@ class ResponsesBody(RequestBody):
 
 
 def parse(body: ResponsesBody, previous: tokens_pb2.Conversation | None = None) -> ClientRequest:
-    """Return what a body asks for.
+    """Return the request of a body.
 
     Args:
         body: The body.
@@ -157,8 +157,8 @@ PLACES = {"reasoning": 0, "message": 1, "function_call": 2}
 class _Reader:
     """Adds the items of an input to a conversation.
 
-    Items of one turn of the assistant come in the order reasoning, text, calls. An item that cannot follow the one before it begins
-    another turn.
+    Items of one turn of the assistant come in the order reasoning, text, calls. An item that cannot follow the previous item
+    begins another turn.
     """
 
     def __init__(self, conversation: tokens_pb2.Conversation, request: ClientRequest) -> None:
@@ -253,7 +253,7 @@ class ResponsesReply:
             yield self._event("response.output_text.delta", **place, delta=delta.content, logprobs=[])
 
     def ending(self, result: Result) -> Iterator[bytes]:
-        """Yield the events that end the stream: what is left of the message, its tool calls, and the whole response."""
+        """Yield the events that end the stream: the rest of the message, its tool calls, and the whole response."""
         generation = result.generations[0]
         message = generation.message
         yield from self.text(self._unshown.rest(0, message))
@@ -322,7 +322,7 @@ class ResponsesReply:
         return event({"type": kind, "sequence_number": number, **content}, kind)
 
     def _item_id(self, prefix: str, index: int | None = None) -> str:
-        """Return the id of an item, which repeats the same way in each response of the generation."""
+        """Return the id of an item. It is the same whenever the response of the generation is sent again."""
         place = len(self._output) if index is None else index
         return f"{prefix}_{self._id}/{place}"
 

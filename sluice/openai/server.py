@@ -1,4 +1,4 @@
-"""An HTTP server in the event loop that serves gRPC, with the same TLS and rules for addresses, and bounds for connections."""
+"""An HTTP server in the same event loop as the gRPC server, with the same TLS, the same rules for addresses, and limits on connections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sluice.rpc.server import LOOPBACK, most_open, some_age
 from sluice.rpc.tls import certificate_names, server_context
 
 STEP_S = 0.05
-"""Seconds between two checks whether uvicorn has started; it has no event for that."""
+"""Seconds between two checks of whether uvicorn has started or ended. It has no event for that."""
 
 START_DEADLINE_S = 10.0
 
@@ -37,21 +37,21 @@ MARGIN_S = 2.0
 """Seconds that uvicorn may take after the drain to close its connections."""
 
 MAX_UNREAD_BYTES = 16 << 20
-"""Bytes of a body that a client may send after its request was answered."""
+"""Maximum number of bytes of a body that a client may send after its request was answered."""
 
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 CERTIFICATE = "client_certificate"
-"""Key of the names in the client's certificate, in the state of a scope."""
+"""Key in the state of a scope for the names in the client's certificate."""
 
 CONNECTION_END_S = "connection_end_s"
-"""Key of the monotonic time from which on a connection is closed after its response, in the state of a scope."""
+"""Key in the state of a scope for the monotonic time after which the connection is closed with its next response."""
 
 log = structlog.get_logger()
 
 
 class _OpenTransport(asyncio.Transport):
-    """A transport whose methods do nothing once it is closed. uvloop raises then, and uvicorn does not tell each request of it."""
+    """A transport whose methods do nothing after it is closed. uvloop's methods would raise, and uvicorn does not handle that in every place."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
@@ -68,13 +68,13 @@ _FAIL_ON_CLOSED = frozenset({"write", "writelines", "pause_reading", "resume_rea
 
 
 def _do_nothing(*_arguments: object) -> None:
-    """Take the place of a method of a closed transport."""
+    """Stand in for a method of a closed transport."""
 
 
 class _BoundedProtocol(asyncio.Protocol):
-    """Closes connections of clients that do not send the head of a request in time, or send a large one: uvicorn bounds neither.
+    """Limits time and size of the head of a request, and the number of connections, which uvicorn does not limit.
 
-    Nor does it bound how many connections there are. `scope["state"]` has the time from which on the connection is too old.
+    It closes connections beyond these limits. `scope["state"]` has the time from which on the connection is too old.
     """
 
     transport: asyncio.Transport
@@ -116,7 +116,7 @@ class _BoundedProtocol(asyncio.Protocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             self._head_is_complete()
-            # What follows a whole request is the head of the next one, which waits: its bytes are held.
+            # Data after a complete request belongs to the head of the next request, which waits: its bytes are held in memory.
             self._ahead = self._ahead + len(data) if cycle is before and self._is_whole else 0
             self._is_whole = not cycle.more_body
             if self._ahead > MAX_HEAD_BYTES:
@@ -125,7 +125,7 @@ class _BoundedProtocol(asyncio.Protocol):
         self._is_whole = False
         self._await_head()
         self._received += len(data)
-        # A client that sends a body while it is refused reads the answer only if the body is read, too.
+        # A client that is refused while it sends a body reads the answer only if its body is read, too.
         if cycle is not None and cycle.more_body:
             if self._received > MAX_UNREAD_BYTES:
                 self.transport.close()
@@ -139,7 +139,7 @@ class _BoundedProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._open.serve(self)  # its client still reads
+        self._open.serve(self)  # its client is still reading the response
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -191,7 +191,7 @@ class HttpServer:
         host: Address to bind. If it is a unix socket of gRPC, HTTP listens on loopback.
         port: TCP port; 0 picks a free one.
         security: TLS, whether an unprotected address is allowed, and how old connections become.
-        clock: Tells the age of connections.
+        clock: Measures the age of connections.
         most_connections: How many may be open at once.
 
     Attributes:
@@ -258,7 +258,7 @@ class HttpServer:
         return self.port
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Refuse new connections, give requests in progress `grace` seconds, then cancel them. Again: shorten the grace."""
+        """Refuse new connections, give requests in progress `grace` seconds, then cancel them. A second call shortens the grace."""
         serving = self._serving
         if serving is None:
             return
@@ -279,12 +279,12 @@ class HttpServer:
             await asyncio.wait({serving}, timeout=MARGIN_S)
         else:
             serving.result()
-        # uvicorn cancels what outlives the drain but does not wait for it.
+        # uvicorn cancels requests that outlive the drain, but does not wait for them.
         if self._uvicorn.server_state.tasks:
             await asyncio.wait(set(self._uvicorn.server_state.tasks), timeout=MARGIN_S)
 
     async def _ended(self, serving: asyncio.Task[None], within_s: float) -> bool:
-        """Wait for the end of the server, and close what is open without a request: over TLS a client may take long to agree to that.
+        """Wait for the end of the server. Abort connections without a request: over TLS a client may take long to agree to a close.
 
         Returns:
             Whether it has ended.
@@ -319,16 +319,16 @@ class HttpServer:
                 f"cannot listen on {self._host}:{self.port} for HTTP: {error.strerror or error}; is the port taken? "
                 "set server.http_port, 0 picks a free one"
             ) from error
-        # A connection inherits it: the kernel cuts a client off that does not read.
+        # Connections inherit this: the kernel cuts off a client that does not read.
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_DEADLINE_S * 1000))
         return listener
 
 
 def _ending_old_connections(app: ASGIApp, clock: Clock) -> ASGIApp:
-    """Return the app, after whose responses old connections are closed.
+    """Wrap an app so that old connections are closed after a response.
 
-    A client that connects again may reach a server that was added behind the same name, and shows a certificate that is valid then.
+    A client that connects again may reach a server that was added behind the same name, and must show a certificate that is still valid.
     """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
