@@ -5,8 +5,8 @@
     d4                     one allocation for both: four replicas and four trainer processes on the same four devices
     vllm:d2t4  fsdp:d4     one side alone; the other keeps its own settings
 
-A side is `backend:dimensions`. Dimensions are a letter and a size, in any order, 1 where left out: `d` data, `t` tensor,
-`c` context, `p` pipeline (`e`, expert, may be 1). The syntax is AReaL's, so that its configurations can be carried over.
+A side is `backend:dimensions`. A dimension is a letter and a size; the order is free, and a dimension that is left out is 1: `d` data,
+`t` tensor, `c` context, `p` pipeline (`e`, expert, may only be 1). The syntax is AReaL's, so that its configurations can be reused.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Side:
     """The part of an allocation that belongs to one side.
 
     Attributes:
-        backend: What runs there; empty leaves it to the settings.
+        backend: The engine or trainer backend; if it is empty, the settings decide.
     """
 
     dimensions: Dimensions
@@ -80,8 +80,8 @@ class Allocation:
     """How the devices of a run are assigned.
 
     Attributes:
-        rollout: The replicas; None leaves them to the settings.
-        trainer: The trainer; None leaves it to the settings.
+        rollout: The replicas; if None, the settings decide.
+        trainer: The trainer; if None, the settings decide.
         shared: Whether both use the same devices.
     """
 

@@ -1,11 +1,12 @@
-"""Decisions that concern several services of a run: sizes from the allocation, values of `auto`, and tables that contradict.
+"""Decisions that concern several services of a run: sizes from the allocation, values of `auto`, and tables that contradict each other.
 
-The last section counts the devices of this machine, on which these decisions depend.
+The last section counts the devices of this machine, since the decisions depend on them.
 
 The engine must sample from the weights that the trainer computes with. If the engine keeps bfloat16 weights and the trainer computes
 in float32, an update smaller than half a bfloat16 step never reaches the engine: the policy does not learn, or drifts.
 
-A service may come from another package. Nothing is decided about its table unless that derives from the class in `sluice.config.tables`.
+A service may come from another package. Decisions about its table are made only if its class derives from the class in
+`sluice.config.tables`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _Run = TypeVar("_Run", bound=CommonConfig)
 _Table = TypeVar("_Table", bound=Section)
 
 _TRAINED = ("float32", "bfloat16")
-"""Precisions that a trainer computes in; an engine has more."""
+"""Precisions that a trainer can compute in. An engine can use further ones."""
 
 _VLLM_DTYPES: dict[str, str] = {name: name for name in (*_TRAINED, "float16")} | {"float": "float32", "half": "float16"}
 """Our name of each value of vLLM's argument `dtype`."""
@@ -45,7 +46,7 @@ EXTERNAL = "external"
 """The workflow whose episodes agents play."""
 
 IN_BATCH = "batch"
-"""In place of a model in the trainer's table: every trajectory brings the log-probabilities."""
+"""Value that stands in the trainer's table in place of a model: each trajectory has the log-probabilities."""
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -56,7 +57,7 @@ _NVML = "libnvidia-ml.so.1"
 
 
 def allocation_of(run: CommonConfig) -> Allocation | None:
-    """Return the allocation that the settings name; None without one.
+    """Return the allocation that the settings name; None if they name none.
 
     Raises:
         ConfigError: if `allocation_mode` and a `backend` contradict each other.
@@ -80,7 +81,7 @@ def allocated(run: _Run) -> _Run:
     """Set the dimensions of engines and trainer from the allocation; without one, return the settings unchanged.
 
     Raises:
-        ConfigError: if an explicit setting contradicts it; the message names both.
+        ConfigError: if an explicit setting contradicts the allocation; the message names both.
     """
     allocation = allocation_of(run)
     if allocation is None:
@@ -152,10 +153,10 @@ def _contradiction(source: str, wants: str, setting: str, value: object) -> Conf
 
 
 def repeatable(run: _Run) -> _Run:
-    """Return a deterministic run with the settings that this needs; return any other run unchanged.
+    """If the run is deterministic, return its settings with the values that this needs. Return any other run unchanged.
 
     Raises:
-        ConfigError: if an explicit setting contradicts it.
+        ConfigError: if an explicit setting contradicts such a value.
     """
     if not run.deterministic:
         return run
@@ -174,13 +175,13 @@ def repeatable(run: _Run) -> _Run:
 
 
 def played(run: _Run) -> tuple[_Run, tuple[str, ...]]:
-    """Give the episodes of a run to the agents of `agents.agent`, where no environment says that agents play its episodes.
+    """Let the agents of `agents.agent` play the episodes of a run, unless an environment has the workflow `external` already.
 
     Returns:
         The settings, and one line per decision.
 
     Raises:
-        ConfigError: if each environment has another workflow.
+        ConfigError: if every environment sets another workflow.
     """
     run, notes = _playing(run)
     agents, orchestrator = agents_of(run), orchestrator_of(run)
@@ -201,10 +202,10 @@ def played(run: _Run) -> tuple[_Run, tuple[str, ...]]:
 
 
 def _playing(run: _Run) -> tuple[_Run, tuple[str, ...]]:
-    """Let an environment that plays its episodes itself be the agent of the run, unless there is another one.
+    """Make an environment that plays its episodes itself the agent of the run, unless `agents.agent` is set.
 
     Raises:
-        ConfigError: if there are several of them.
+        ConfigError: if several environments play their episodes themselves.
     """
     agents = agents_of(run)
     if agents is None or agents.agent:
@@ -233,8 +234,8 @@ def decided(run: _Run, *, cuda: bool, memory: int | None = None) -> tuple[_Run, 
 
     Args:
         run: The settings, with the dimensions of the allocation.
-        cuda: Whether there is a CUDA device; services on other hosts are assumed to have the same kind.
-        memory: Bytes of the smallest such device that the trainer has; None if nobody knows.
+        cuda: Whether there is a CUDA device. Services on other hosts are assumed to have the same kind of device.
+        memory: Bytes of the smallest CUDA device of the trainer; None if unknown.
 
     Returns:
         The settings, and one line per decision: the setting, its value and the reason.
@@ -249,17 +250,20 @@ def decided(run: _Run, *, cuda: bool, memory: int | None = None) -> tuple[_Run, 
     rollout = _replaced(rollout, "rollout", precision["rollout"], notes)
     run = run.model_copy(
         update={"trainer": trainer, "rollout": rollout}
-    )  # the precision of the trainer counts in its memory
+    )  # the memory of the trainer depends on its precision
     fitting = _replaced(trainer, "trainer", trainer.fitted(run, cuda=cuda, memory=memory), notes)
     return run.model_copy(update={"trainer": fitting}), tuple(notes)
 
 
 PROMPT_TOKENS = 1024
-"""Tokens of a prompt for which there is room at least, beside a response."""
+"""Length of a prompt, in tokens, for which there must be room besides a response."""
 
 
 def least_sample(run: CommonConfig) -> int:
-    """Return the tokens of a sample for which a run needs room: a prompt and one response, as long as its environments and the model allow."""
+    """Return the length of a sample, in tokens, for which a run must have room.
+
+    That is a prompt of `PROMPT_TOKENS` and the longest response of its environments, or the model's longest sequence if that is shorter.
+    """
     least = PROMPT_TOKENS + max((each.sampling.max_tokens for each in environments_of(run)), default=0)
     sizes = sizes_on_disk(run.model)
     return min(least, (sizes and sizes.positions) or least)
@@ -268,7 +272,7 @@ def least_sample(run: CommonConfig) -> int:
 def _precision(
     trainer: TrainerTable, rollout: RolloutTable, *, cuda: bool
 ) -> Mapping[str, dict[str, tuple[object, str]]]:
-    """Return the precision of the trainer, of published weights and of the engine, with reasons, if they are `auto`."""
+    """Return, with reasons, the precisions to use for the trainer, published weights and the engine if these are `auto`."""
     if not rollout.follow_weights:
         return {"trainer": {}, "rollout": {}}
     computes, sampled = trainer.dtype, rollout.dtype
@@ -291,7 +295,7 @@ def _precision(
 
 
 def _merge(trainer: TrainerTable, rollout: RolloutTable, *, cuda: bool) -> dict[str, tuple[object, str]]:
-    """Return whether an adapter is published merged, with the reason, if that is `auto`."""
+    """Return whether to publish an adapter merged if that is `auto`, with the reason."""
     if not trainer.lora.rank:
         return {}
     if cuda and rollout.uses_devices():
@@ -437,29 +441,29 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 _assumed: list[int | None] = []
-"""Bytes of a device of the machines that `assume_devices` described last."""
+"""Bytes of memory per device, as the last call of `assume_devices` gave it."""
 
 
 def assume_devices(number: int, memory: int | None) -> None:
-    """Let this process check and decide from now on for machines with so many devices, whatever this one has.
+    """Let this process check and decide from now on for machines with `number` devices, whatever devices this machine has.
 
     Args:
-        number: Of each machine.
-        memory: Bytes of the smallest of them; None if nobody says.
+        number: Devices of each machine.
+        memory: Bytes of the smallest device; None if unknown.
     """
     os.environ[VISIBLE] = ",".join(map(str, range(number)))
     _assumed[:] = [memory]
 
 
 def smallest_memory() -> int | None:
-    """Return the bytes of memory of the smallest device that the driver knows, or that was described; None if there is none."""
+    """Return the bytes of the smallest device that the driver knows, or that `assume_devices` gave; None if unknown."""
     if _assumed:
         return _assumed[0]
     return min(filter(None, _memories()), default=None)
 
 
 def _memories() -> list[int]:
-    """Return the bytes of memory of each device that the driver knows, 0 where it does not say; empty without a driver."""
+    """Return the bytes of memory of each device that the driver knows, 0 if it does not say; an empty list without a driver."""
     try:
         nvml = ctypes.CDLL(_NVML)
     except OSError:

@@ -11,20 +11,20 @@ from sluice.errors import ConfigError
 GIB = 1 << 30
 
 USABLE = 0.92
-"""Share of a device's memory that estimates may fill. The rest is CUDA's own, fragmentation, and buffers of communication. It is also what
-vLLM takes of a device for itself unless a setting says another share."""
+"""Fraction of a device's memory that estimates may fill. The rest is for CUDA itself, fragmentation, and communication buffers. It is also
+the fraction of a device that vLLM takes, unless a setting says otherwise."""
 
 
 STEP = 256
-"""Tokens to whose multiple the length of a sample is rounded down."""
+"""The length of a sample in tokens is rounded down to a multiple of this."""
 
 
 def most_that_fit(needed: Callable[[int], float], most: int, capacity: float) -> int:
-    """Return the largest multiple of `STEP` below `most` tokens for which no more bytes are needed than there are; 0 if there is none.
+    """Return the largest multiple of `STEP` below `most` tokens that needs at most `capacity` bytes; 0 if there is none.
 
     Args:
-        needed: Bytes for so many tokens; more for more.
-        most: Tokens that do not fit.
+        needed: Returns the bytes for a number of tokens. Must not decrease with that number.
+        most: A number of tokens that does not fit.
         capacity: Bytes of a device that may be used.
     """
     return bisect.bisect_right(range(STEP, most, STEP), capacity, key=needed) * STEP
@@ -36,13 +36,13 @@ class Footprint:
 
     Attributes:
         what: What needs it, as the subject of a message: ``a training step``.
-        device: Bytes on each device; of main memory for each process if it computes on the CPU.
-        parts: What they are for, in words.
+        device: Bytes on each device. If it computes on the CPU: bytes of main memory for each process.
+        parts: What the bytes of `device` are for, in words.
         host: Further bytes of main memory for one instance on one machine.
         host_of_process: Further bytes of main memory for each process that computes.
-        remedy: What to do if they are too many.
-        share: Share of a device's memory that it may use.
-        capacity: Bytes of a device, where the settings say how many it has.
+        remedy: What to do if the memory is not enough.
+        share: Fraction of a device's memory that it may use.
+        capacity: Bytes of a device, if the settings say that.
     """
 
     what: str
@@ -58,7 +58,7 @@ class Footprint:
         """Refuse a device that is too small.
 
         Args:
-            capacity: Bytes of a device, unless the settings say it; None if they are not known.
+            capacity: Bytes of a device; None if unknown. `self.capacity` takes precedence.
 
         Raises:
             ConfigError: with the numbers and the remedy.

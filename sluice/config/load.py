@@ -1,4 +1,4 @@
-"""From the sources of settings to one checked `RunConfig`, or to the settings of one command; and what `--dry-run` prints."""
+"""Load the sources of settings into one checked `RunConfig`, or into the settings of one command; print `--help` and `--dry-run`."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def load_run(
 
     Args:
         argv: The command line after the program's and the command's name.
-        service: The one service that this process runs; flags that are not common keys mean its table.
-        arrange: Decides for the command that starts a run how it uses the devices of its machines, before anything else is decided.
-            Returns the settings and lines about it.
-        check: Raises a `ConfigError` for settings that do not fit each other or this machine. Called before a dry run
-            prints them. It may return lines that the dry run prints.
+        service: The one service that this process runs. Flags that are not common keys belong to its table.
+        arrange: For commands that start a run: decides how the run uses the devices of its machines, before any other decision.
+            Returns the settings and lines about the decisions.
+        check: Raises a `ConfigError` for settings that contradict each other or do not fit this machine. Called before a dry run
+            prints the settings. It may return further lines for the dry run.
 
     Raises:
         ConfigError: if anything is unknown, malformed or out of range.
@@ -109,9 +109,9 @@ def load_command(
     *,
     check: Callable[[_Section], object] = lambda _: None,
 ) -> _Section:
-    """Resolve the settings of a command that has a class of its own, in the same grammar and order of sources.
+    """Resolve the settings of a command with its own class of settings, with the same grammar and order of sources as a run.
 
-    Its environment variables are ``SLUICE_<COMMAND>__KEY``; `check` is that of `load_run`.
+    Its environment variables are ``SLUICE_<COMMAND>__KEY``. For `check` see `load_run`.
 
     Raises:
         ConfigError: if anything is unknown, malformed or out of range.
@@ -136,7 +136,7 @@ def _load(
 ) -> _Section:
     """Read all sources, combine them, and print what ``--help`` or ``--dry-run`` ask for.
 
-    `complete` decides and checks what concerns several settings; it returns the settings and lines for a dry run.
+    `complete` makes the decisions and checks that concern several settings. It returns the settings and lines for a dry run.
     """
     from sluice.config.sources import combine, command_prefix, environment_source, parse_command_line  # noqa: PLC0415 - takes a tenth of a second, and not every process loads settings
 
@@ -198,10 +198,10 @@ def _secrets(model: type[BaseModel], sources: Sequence[Source]) -> Iterator[str]
 
 
 class Options(argparse.ArgumentParser):
-    """A parser that raises what is wrong instead of printing it."""
+    """A parser that raises ConfigError instead of printing the error and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the command line."""
+        """Raise the error about the command line."""
         raise ConfigError(f"{message.removeprefix('argument ')}; `{self.prog} --help` lists the options")
 
 

@@ -1,4 +1,4 @@
-"""Settings of earlier versions that are gone: where one may still stand, and what is said where it may not."""
+"""Removed settings of earlier versions: where they are still accepted, and the error where they are not."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ REMOVED: Mapping[str, tuple[float, str]] = {
     "weightsync.incoming_ttl_s": (600.0, _FIXED),
     "weightsync.io_threads": (8, _FIXED),
 }
-"""The end of a setting's name: what it was by default, and what holds now."""
+"""By the end of a setting's name: its old default, and what holds now."""
 
 log = structlog.get_logger(__name__)
 
 
 def without_removed(table: Mapping[str, Any], path: tuple[str, ...] = (), *, recorded: bool) -> dict[str, Any]:
-    """Return nested tables without settings that are gone and have their old default.
+    """Return nested tables without removed settings that have their old default.
 
     Args:
         table: Tables as they were written.
-        path: Where they stand.
-        recorded: Whether a run wrote them into its directory, with all settings that it had: then other values go too, with a warning, so
-            that the run can still be looked at, stopped and scored again.
+        path: Path of `table` in the settings.
+        recorded: Whether the tables come from a run's directory, where the run wrote all its settings. Then removed settings with other
+            values are dropped with a warning, so that the run can still be looked at, stopped and scored again.
 
     Raises:
-        ConfigError: if one that is gone has another value.
+        ConfigError: if a removed setting has another value.
     """
 
     def kept(key: str, value: Value) -> Value:
@@ -81,10 +81,10 @@ def without_removed(table: Mapping[str, Any], path: tuple[str, ...] = (), *, rec
 
 
 def is_old_default(path: Sequence[str], text: str) -> bool:
-    """Return whether a setting is gone and the text of a flag or variable is its old default.
+    """Return whether a setting was removed and the text of a flag or variable is its old default.
 
     Raises:
-        ConfigError: if it is gone and the text is another value.
+        ConfigError: if it was removed and the text is another value.
     """
     if (gone := found(path)) is None:
         return False
@@ -98,12 +98,12 @@ def is_old_default(path: Sequence[str], text: str) -> bool:
 
 
 def found(path: Sequence[str]) -> tuple[float, str] | None:
-    """Return the old default of a setting that is gone, and what holds now; None for other names."""
+    """Return the old default of a removed setting, and what holds now; None for other names."""
     name = f".{'.'.join(path)}"
     return next((gone for end, gone in REMOVED.items() if name.endswith(f".{end}")), None)
 
 
 def no_setting(path: Sequence[str], gone: tuple[float, str]) -> ConfigError:
-    """Return the error for a setting that is gone."""
+    """Return the error for a removed setting."""
     default, instead = gone
     return ConfigError(f"{'.'.join(path)} is no setting any more: leave it out; {instead.format(default)}")

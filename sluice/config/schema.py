@@ -19,14 +19,14 @@ from sluice.errors import ConfigError
 from sluice.limits import MAX_CONNECTIONS
 
 Value: TypeAlias = Any
-"""What a TOML document, a flag or a field may hold: known only to the field that validates it."""
+"""A value in a TOML document, a flag or a field. Only the field that validates it knows the type."""
 
 FieldType: TypeAlias = Any
 """A field's annotation: a class, a union, a generic alias or `Any`."""
 
 
 def deep_merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `lower` with `upper` over it: tables merge key by key; any other value, lists included, replaces the one below."""
+    """Merge `upper` into `lower`. Tables merge key by key; any other value of `upper`, lists included, replaces that of `lower`."""
     merged = dict(lower)
     for key, value in upper.items():
         below = merged.get(key)
@@ -35,7 +35,7 @@ def deep_merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, 
 
 
 def alternatives(annotation: FieldType) -> tuple[Any, ...]:
-    """Return the members of a union, `Annotated` taken off."""
+    """Return the members of a union, without `Annotated`."""
     origin: object = get_origin(annotation)
     if origin is Annotated:
         return alternatives(get_args(annotation)[0])
@@ -74,12 +74,12 @@ def is_flag(annotation: FieldType) -> bool:
 
 
 def is_open(annotation: FieldType) -> bool:
-    """Return whether the text of a value decides its type, as in a table with the user's own keys."""
+    """Return whether the type of a value is inferred from its text, as in a table with the user's own keys."""
     return annotation is Any or (bool in alternatives(annotation) and not is_flag(annotation))
 
 
 def _mapping(annotation: FieldType) -> FieldType:
-    """Return the member of a type that is a mapping with keys of the user, `Any` included; None without one."""
+    """Return the member of a type that is a mapping with the user's own keys (or `Any`); None if there is none."""
     for part in alternatives(annotation):
         container = get_origin(part) or part
         if part is Any or (isinstance(container, type) and issubclass(container, Mapping)):
@@ -162,7 +162,7 @@ def _json(text: str) -> Value:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        # The text is not shown: it may hold a secret.
+        # The text is not shown, since it may contain a secret.
         raise ConfigError(f"the value is not JSON: {error.msg} at character {error.pos + 1}") from error
 
 
@@ -203,16 +203,16 @@ class Section(BaseModel):
         return None
 
     def check_trainable(self, run: CommonConfig) -> None:
-        """Refuse models on disk that the service cannot train with its settings, whatever machine it runs on.
+        """Refuse models on disk that the service cannot train with its settings on any machine.
 
-        Services that train override it. It reads each model's config.json alone. `check_start` calls it, and a plan does, too.
+        Services that train override it. It reads only each model's config.json. `check_start` calls it, and a plan does, too.
 
         Raises:
             ConfigError: with the reason and the remedy.
         """
 
     def processes(self) -> int:
-        """Return how many processes of one child compute."""
+        """Return the number of processes of one child that compute."""
         return 1
 
     def uses_devices(self) -> bool:
@@ -220,19 +220,19 @@ class Section(BaseModel):
         return True
 
     def repeatable(self) -> Self:
-        """Return the settings with those that a deterministic run needs.
+        """Return a copy with the values that a deterministic run needs.
 
         Raises:
-            ConfigError: if an explicit setting contradicts it; see `not_repeatable`.
+            ConfigError: if an explicit setting contradicts such a value; see `not_repeatable`.
         """
         return self
 
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
-        """Estimate the memory that a child needs at its peak; None if the settings do not tell.
+        """Estimate the memory that a child needs at its peak; None if the settings do not say enough.
 
         Args:
             run: The settings of the run.
-            cuda: Whether it computes on CUDA devices where its settings leave that open.
+            cuda: Whether the child computes on CUDA devices if its settings leave that open.
         """
         return None
 
@@ -242,10 +242,10 @@ class Section(BaseModel):
         Args:
             run: The settings of the run.
             cuda: As for `footprint`.
-            memory: Bytes of the smallest device; None if nobody knows.
+            memory: Bytes of the smallest device; None if unknown.
 
         Returns:
-            Values and reasons by the dotted names of the settings. What is not `auto` stays as it is.
+            Values and reasons by the dotted names of the settings. Settings other than `auto` are left out.
         """
         return {}
 
@@ -267,18 +267,18 @@ class Section(BaseModel):
 
 
 OWN_WORKFLOWS = frozenset({"auto", "single_turn", "multi_turn"})
-"""Workflows of ours. Their trajectories carry no log-probabilities of a reference or a teacher; those of others may."""
+"""Workflows of ours. Their trajectories have no log-probabilities of a reference or a teacher; those of other workflows may."""
 
 
 def not_repeatable(setting: str, given: object, needed: object) -> ConfigError:
-    """Return the error about a setting with which a deterministic run would not be one."""
+    """Return the error about a setting with which the run would not be deterministic."""
     return ConfigError(
         f"deterministic = true needs {setting} = {needed}, but it is {given}: leave it out, or set deterministic = false"
     )
 
 
 def check_repeatable(table: Section, setting: str, needed: object) -> None:
-    """Refuse a setting that was given another value than a deterministic run needs. Its default may be another.
+    """Refuse a setting that was explicitly set to another value than a deterministic run needs. Its default may differ from that value.
 
     Raises:
         ConfigError: with both values.
@@ -290,7 +290,7 @@ def check_repeatable(table: Section, setting: str, needed: object) -> None:
 
 
 OPERATOR = "operator"
-"""Name of the certificate that commands show, as the services show one with their own name."""
+"""Name of the certificate that commands present. Each service presents one with its own name."""
 
 
 def _certificate_files(directory: Path, name: str) -> dict[str, Path]:
@@ -353,7 +353,7 @@ class SecurityConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_folder(cls, data: Value) -> Value:
-        """Fill in what `certs_dir` stands for."""
+        """Set the paths that `certs_dir` implies."""
         if not isinstance(data, Mapping) or data.get("certs_dir") is None:
             return data
         directory = Path(data["certs_dir"])
@@ -364,7 +364,7 @@ class SecurityConfig(Section):
         return {**own_principals, **data, **_certificate_files(directory, OPERATOR), "require_client_cert": True}
 
     def of_service(self, name: str) -> SecurityConfig:
-        """Return the settings in the process of a service: with its own token and its own certificate."""
+        """Return the settings for the process of a service, with that service's token and certificate."""
         changes: dict[str, object] = {}
         if name in self.service_token_files:
             changes |= {"token_file": self.service_token_files[name], "admin_token_file": None}
@@ -399,7 +399,7 @@ class PeersConfig(Section):
 
 
 def _of_json(value: Value) -> Value:
-    """Refuse what a settings file can hold and JSON cannot, and nulls, which TOML cannot hold."""
+    """Refuse values that JSON cannot represent, and nulls, which TOML cannot represent."""
     match value:
         case Mapping():
             return {str(key): _of_json(inner) for key, inner in value.items()}
@@ -429,7 +429,7 @@ CHAT_TEMPLATE_KWARGS = (
 """Description of the settings `chat_template_kwargs`."""
 
 RUN_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
-"""What the name of a run looks like."""
+"""Pattern of the names of runs."""
 
 
 class WatchConfig(Section):

@@ -26,17 +26,17 @@ _ALWAYS = re.compile("apikey|authorization|bearer|credential|passphrase|passwd|p
 _KEY_OF = re.compile(
     "access|account|admin|api|auth|client|encryption|judge|master|openai|private|secret|service|signing|user"
 )
-"""Words before ``key`` that make it a secret; an ``answer_key`` names a column, a ``tls_key`` a file."""
+"""Words before ``key`` that make the value a secret. An ``answer_key`` is not: it names a column; a ``tls_key`` names a file."""
 
 _TOKEN_OF_A_VOCABULARY = re.compile("begin|bos|cls|end|eos|image|mask|pad|sep|start|stop|think|thinking|tool|unk|vocab")
-"""Words before ``token`` that make it a part of a text."""
+"""Words before ``token`` with which it means a token of a text, not a secret."""
 
 _LOOKALIKES = re.compile(
     r"\b(?:(?:sk|rk|pk)-[\w-]{8,}|hf_\w{8,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[abeprs]-[\w-]{8,}|A(?:KIA|SIA)[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
     r"|(?<=Bearer )\S{8,}"
 )
-"""Forms of the keys of OpenAI, Hugging Face, GitHub, GitLab, Slack, AWS and Google, JSON web tokens, and bearer tokens."""
+"""Patterns of keys of OpenAI, Hugging Face, GitHub, GitLab, Slack, AWS and Google, of JSON web tokens, and of bearer tokens."""
 
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)@")
 _URL_ARGUMENT = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#\"']+)")
@@ -44,7 +44,7 @@ _ASSIGNMENT = re.compile(r"(?<![\w.-])([\w.-]+)[\"']?\s*[=:]\s*[\"']?([^\s&,;\"'
 """``name=value`` or ``"name": "value"`` in a message."""
 
 _SHORTEST = 4
-"""Shorter secrets are not looked for in a text: they would be found inside ordinary words."""
+"""Characters of the shortest secret that is searched for in a text. Shorter ones would be found inside ordinary words."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -96,7 +96,7 @@ def secret_values(value: Value) -> list[str]:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return a message without secrets: known ones, whatever has the form of one, and values beside a secret's name."""
+    """Return a message without secrets: the given ones, all texts in the form of a secret, and values after a secret's name."""
     return _ASSIGNMENT.sub(
         lambda found: found[0].removesuffix(found[2]) + REDACTED if is_secret_name(found[1]) else found[0],
         _without_forms(hide(text, secrets), []),
@@ -104,7 +104,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def hide(text: str, secrets: Iterable[str]) -> str:
-    """Return a text without these secrets, also where it is JSON."""
+    """Return a text without these secrets, even if the text is JSON and escapes them."""
     for secret in sorted(set(secrets), key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, REDACTED).replace(json.dumps(secret)[1:-1], REDACTED)

@@ -1,4 +1,4 @@
-"""What a service and a command of the `sluice` program are, and how to find the installed ones without importing them."""
+"""Services and commands of the `sluice` program, and how to find the installed ones without importing them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UnfinishedError(Exception):
 
 
 class MissingPeerError(Exception):
-    """A service ended because another one that it needs never served. It says which, where and what to do; a restart waits anew."""
+    """A service ended because a peer never served. The message names the peer, its address and the remedy; a restart waits anew."""
 
 
 class FailedForGoodError(Exception):
@@ -32,7 +32,7 @@ class FailedForGoodError(Exception):
 
 
 class TooMuchSetAsideError(FailedForGoodError):
-    """A run paused because too much of it was set aside, and nobody let it go on in time. It says what was, and what to do."""
+    """A run paused because too much was set aside, and nobody resumed it in time. The message says what was set aside, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Service:
     Attributes:
         name: Name of the command, of the table in the file and of the entry point.
         config_class: The table's class.
-        serve: Builds everything, serves until SIGTERM or SIGINT, drains and returns; a service whose work has an end
-            returns then, raises `UnfinishedError` if a signal came first, `MissingPeerError` if a peer never came, and
+        serve: Builds everything, serves until SIGTERM or SIGINT, drains and returns. A service whose work has an end returns at that
+            end. It raises `UnfinishedError` if a signal came first, `MissingPeerError` if a peer never served, and
             `FailedForGoodError` if it gave up.
     """
 
@@ -76,7 +76,7 @@ def find_command(name: str) -> Command | None:
     """Import and return a command of an installed package; None if there is none of this name.
 
     Raises:
-        ConfigError: if its entry point is something else.
+        ConfigError: if its entry point is not a `Command`.
     """
     point = next(iter(entry_points(group=COMMAND_GROUP, name=name)), None)
     command = None if point is None else point.load()
@@ -109,7 +109,7 @@ def load_service(name: str) -> Service:
     """Import a service with everything that it needs.
 
     Raises:
-        ConfigError: if no such service is installed or its entry point is something else.
+        ConfigError: if no such service is installed or its entry point is not a `Service`.
     """
     points = _entry_points()
     if name not in points:

@@ -1,9 +1,9 @@
-"""Where settings come from, and how their sources become one table: the command line, files, variables, defaults.
+"""The sources of settings (command line, files, variables, defaults), and how they are merged into one table.
 
-pydantic-settings orders the sources, merges them and validates the result. What it does not do stands here: the grammar of the command
-line (``@ file.toml``, ``--section @ file.toml``, ``--dotted.key value``) and of variables; docs/architecture.md says why.
+pydantic-settings orders the sources, merges them and validates the result. This module adds what that library does not do: the grammar of
+the command line (``@ file.toml``, ``--section @ file.toml``, ``--dotted.key value``) and of variables; docs/architecture.md says why.
 
-It takes a tenth of a second to import, so only a process that loads settings imports this module.
+The library takes a tenth of a second to import, so only a process that loads settings imports this module.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ FLAG_ALIASES = {"insecure": "security.insecure"}
 """Short names of flags."""
 
 TOLD_TO_AGENTS = {"SLUICE_GATEWAY": ("peers", "gateway"), "SLUICE_GATEWAY_URL": None}
-"""Variables by which an evaluation tells agents of any kind where its gateway is, and the settings that they mean here."""
+"""Variables in which an evaluation gives its gateway's address to agents of any kind, and the settings that they set here."""
 
 _BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off"})
 
 PREFIX = "SLUICE_"
 
 NOT_SETTINGS = ("SLUICE_INTERNAL_", "SLUICE_TEST_")
-"""Variables that processes set for their own children, and those of the tests: never settings."""
+"""Prefixes of variables that are never settings: processes set them for their own children, or tests set them."""
 
 _KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
 """Variables in which Kubernetes describes its Services to each pod. A Service named sluice-* must not stop the pod."""
 
 
 class _FromSources(BaseSettings):
-    """Settings that are read from sources, the first over the others."""
+    """Settings that are read from sources. An earlier source overrides a later one."""
 
     settings_sources: ClassVar[tuple[PydanticBaseSettingsSource, ...]] = ()
 
@@ -74,7 +74,7 @@ class _FromSources(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources that were given. What is passed when the settings are constructed comes before them."""
+        """Return the given sources. Arguments of the constructor override them."""
         return init_settings, *cls.settings_sources
 
 
@@ -114,7 +114,7 @@ class Source(InitSettingsSource):
 
 
 def combine(model: type[_Section], sources: Sequence[Source]) -> _Section:
-    """Return the settings that the sources give, the first over the others, and defaults where no source sets a value.
+    """Return the settings from all sources, and defaults where no source sets a value. An earlier source overrides a later one.
 
     Raises:
         ValidationError: if they do not fit the model.
@@ -144,7 +144,7 @@ def file_source(model: type[BaseModel], path: Path, section: str | None) -> Sour
     Args:
         model: What the settings are validated by.
         path: The file.
-        section: The table that the whole file belongs to; None if it has tables of its own.
+        section: The table into which the whole file is read; None if the file has the tables itself.
 
     Raises:
         ConfigError: if it cannot be read.
@@ -174,7 +174,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
         data = _PARSERS[kind](text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not {kind}: {error}") from error
-    except yaml.YAMLError as error:  # its text has lines of the file, which may be secrets
+    except yaml.YAMLError as error:  # its text quotes lines of the file, which may be secrets
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
         raise ConfigError(
@@ -195,7 +195,7 @@ def _canonical_table(annotation: FieldType, value: Value) -> Value:
     if isinstance(value, list) and (entry := entry_class(annotation)) is not None:
         return [_canonical_table(entry, each) for each in value]
     if isinstance(value, bool) and bool not in (types := alternatives(annotation)) and {int, float} & {*types}:
-        return str(value).lower()  # as a text it is refused where a number is wanted, instead of being 0 or 1
+        return str(value).lower()  # a field that wants a number then refuses it, instead of taking it as 0 or 1
     if not isinstance(value, Mapping) or table is None:
         return value
     renamed: dict[str, Any] = {}

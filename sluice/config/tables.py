@@ -1,7 +1,7 @@
-"""What decisions about several services read of their tables.
+"""The settings of services that decisions about several services read.
 
-A service's table takes part in them if its class derives from the one here; a service of another package need not. What a setting
-means is said where the service declares it.
+A service's table takes part in these decisions if its class derives from the class here. A service of another package need not take
+part. The service's own declaration describes each setting.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TrainerTable(Section):
 
     @property
     def all_objectives(self) -> Mapping[str, Objective]:
-        """All objectives by the name that trajectories give."""
+        """All objectives, by the names that trajectories use."""
         raise NotImplementedError
 
 
@@ -148,7 +148,7 @@ class AgentsTable(Section):
 
 
 def trainer_of(run: CommonConfig) -> TrainerTable | None:
-    """Return the table of the trainer; None if its package is not installed or brings another class."""
+    """Return the table of the trainer; None if its package is not installed or its class does not derive from `TrainerTable`."""
     return _table(run, "trainer", TrainerTable)
 
 

@@ -63,7 +63,7 @@ class _Table:
 
 
 _OF_EVERY_RUN = ("", *CommonConfig.model_fields, "orchestrator", "trainer", "rollout", "weightsync")
-"""Tables that the reference begins with. What other tables share with them stands there."""
+"""Tables with which the reference begins. It describes settings that other tables share with them only there."""
 
 
 def dump_toml(config: BaseModel, redacted: bool = True) -> str:
@@ -88,9 +88,9 @@ def _plain(value: Value, *, redacted: bool) -> Value:
                 if inner is not None:
                     table[name] = _plain(inner, redacted=redacted)
                 elif accepts_none(field.annotation) and field.get_default(call_default_factory=True) is not None:
-                    # TOML has no null: say it where leaving the key out would bring a default back.
+                    # TOML has no null: write "none" if leaving the key out would restore a default.
                     table[name] = "none"
-            # tomli_w writes tables where they stand; a value after one would land inside it.
+            # tomli_w writes tables in the order of the keys. A value after a table would become part of that table.
             return dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict)))
         case Mapping():
             return {str(key): _plain(inner, redacted=redacted) for key, inner in value.items() if inner is not None}
@@ -105,7 +105,7 @@ def _plain(value: Value, *, redacted: bool) -> Value:
 
 
 def help_text(model: type[BaseModel], service: str | None, program: str = "sluice rl") -> str:
-    """Return the page of ``--help``: all settings, or the common ones and those of one service, by table."""
+    """Return the page of ``--help``: by table all settings, or only the common settings and those of `service`."""
     order = "flags > `@ file.toml` (several, later wins) > SLUICE_A__B > defaults"
     lines = [
         f"Settings of `{program}`: {order}.",
@@ -121,7 +121,7 @@ def help_text(model: type[BaseModel], service: str | None, program: str = "sluic
 
 
 def markdown_reference(model: type[BaseModel]) -> str:
-    """Return the page docs/configuration.md. A setting that several tables have stands in the first of them; the others refer to it."""
+    """Return the page docs/configuration.md. A setting that several tables share is described in the first; the others refer to it."""
     parts, homes = [_INTRODUCTION], dict[tuple[type, str], tuple[_Table, _Setting]]()
     for table in sorted(_tables(model, None), key=_place):
         own, shared = list[_Setting](), dict[str, list[_Setting]]()
@@ -154,7 +154,7 @@ def markdown_reference(model: type[BaseModel]) -> str:
 
 
 def _place(table: _Table) -> int:
-    """Return where the reference has a table: those of every run first, the others as they come."""
+    """Return the sort key of a table in the reference: tables of every run come first, the others keep their order."""
     first = table.title.partition(".")[0]
     return _OF_EVERY_RUN.index(first) if first in _OF_EVERY_RUN else len(_OF_EVERY_RUN)
 
@@ -164,12 +164,12 @@ def _code(title: str) -> str:
 
 
 def _link(title: str) -> str:
-    """Return a link to the section of a table; GitHub leaves punctuation out of the names of sections."""
+    """Return a link to the section of a table. GitHub leaves punctuation out of anchors."""
     return f"[{_code(title)}](#{re.sub(r'[^a-z0-9_-]', '', title)})"
 
 
 def _tables(model: type[BaseModel], service: str | None) -> Iterator[_Table]:
-    """Yield all tables, or the common ones and that of one service, outer tables first."""
+    """Yield all tables, or only the common tables and those of `service`; outer tables first."""
     for table in _below(model, model.model_construct(), (), "The same for every service."):
         first = table.title.partition(".")[0]
         if not first or service is None or first == service or first in CommonConfig.model_fields:
@@ -195,7 +195,7 @@ def _below(model: type[BaseModel], value: object, path: tuple[str, ...], descrip
 
 
 def _default(field: FieldInfo, table: object, name: str) -> str:
-    """Return the default as a file would write it. The default of a table's instance wins over that of its class."""
+    """Return the default as a file would write it. A default in the table's instance takes precedence over that of its class."""
     missing = object()
     value = getattr(table, name, missing) if table is not None else missing
     if value is missing:
@@ -203,7 +203,7 @@ def _default(field: FieldInfo, table: object, name: str) -> str:
             return "required"
         value = field.get_default(call_default_factory=True)
     if field.default_factory is not None and isinstance(value, str | int | float | Path):
-        return "computed"  # such as the host's name, which has no place in a page
+        return "computed"  # for example the host's name, which differs between machines
     if value is None:
         return "none"
     if isinstance(value, bool):
