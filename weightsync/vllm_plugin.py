@@ -31,7 +31,7 @@ _registered = threading.Lock()
 
 
 def register() -> None:
-    """Register what we add to vLLM, and end this process when the engine's owner dies. Idempotent and cheap."""
+    """Register our additions to vLLM, and make this process end when the engine's owner dies. Idempotent and cheap."""
     if not _registered.acquire(blocking=False):
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - only under vLLM
@@ -53,8 +53,8 @@ def register() -> None:
 def children_die_with_us() -> Iterator[None]:
     """Tie processes forked in this block to the calling thread: they are killed when it ends, however it ends.
 
-    Only the forks of this thread are tied, so that other users of fork in the process are left alone. The kernel
-    watches the *thread* that forked: it must live as long as the children are wanted.
+    Only the forks of this thread are tied, so that other users of fork in the process are not affected. The kernel
+    watches the *thread* that forked: it must live as long as the children should live.
     """
     _forking.tied = True
     try:
@@ -64,20 +64,20 @@ def children_die_with_us() -> Iterator[None]:
 
 
 def _after_fork() -> None:
-    """Tie a forked child to its parent if the thread that forked it was tied; its own children inherit that."""
+    """Tie a forked child to its parent if the block was active in the forking thread; the child's own children are tied, too."""
     if getattr(_forking, "tied", False):
         _die_with_parent()
-        # The loop's wake-up socket came along too: a SIGTERM that ends this child would be written into it, and the
-        # parent's loop would take it for its own.
+        # The child also inherited the event loop's wake-up socket: a SIGTERM to this child would be written to it, and
+        # the parent's loop would take the signal for its own.
         signal.set_wakeup_fd(-1)
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies, since a killed parent cannot tell anyone."""
+    """Ask the kernel for SIGKILL when the parent dies, because a killed parent cannot stop its children itself."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() == 1:  # the parent died before the request: nobody would send the signal
+    if os.getppid() == 1:  # the parent died before this request, so no signal will come
         os._exit(1)

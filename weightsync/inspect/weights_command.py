@@ -24,15 +24,15 @@ A version is written epoch.number, such as 1.42. Settings, for all of them:
 
 
 _VERBS = {"ls": (0, 0), "show": (0, 1), "verify": (0, 1), "diff": (2, 2)}
-"""How many versions each verb takes at least and at most."""
+"""Smallest and largest number of versions that each verb takes."""
 
 
 def run(argv: list[str]) -> int:
-    """Run one verb; 1 if a version turned out to be damaged."""
+    """Run one verb; return 1 if a version is damaged."""
     words = list(takewhile(lambda word: not word.startswith(("-", "@")), argv))
     settings = argv[len(words) :]
     if {"--help", "-h"} & set(settings):
-        print(USAGE, end="")  # noqa: T201 - help goes where it was asked for
+        print(USAGE, end="")  # noqa: T201 - help goes to standard output
         load_command(WeightsConfig, ["--help"], "weights")
     if not words or words[0] not in _VERBS:
         raise ConfigError(f"no action is given: use sluice weights {'|'.join(_VERBS)}; see sluice weights --help")
@@ -45,8 +45,8 @@ def run(argv: list[str]) -> int:
             f" sluice weights {' '.join([words[0], *['1.42'] * most])} --run my-run"
         )
     config = load_command(WeightsConfig, settings, "weights")
-    configure_logging("weights", "error")  # what goes wrong is printed
-    from weightsync.inspect.weights_verbs import run_verb  # noqa: PLC0415 - `--help` is quick without grpc and torch
+    configure_logging("weights", "error")  # errors are printed instead of logged
+    from weightsync.inspect.weights_verbs import run_verb  # noqa: PLC0415 - `--help` is fast without grpc and torch
 
     return asyncio.run(run_verb(words[0], config, versions))
 

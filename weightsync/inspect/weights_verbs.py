@@ -44,7 +44,7 @@ ENCODINGS = {
 
 
 async def run_verb(verb: str, config: WeightsConfig, versions: Sequence[Version]) -> int:
-    """Run one verb; return 1 if a version turned out to be damaged or different."""
+    """Run one verb; return 1 if a version is damaged or different."""
     asked = config.replica or config.address
     try:
         async with asyncio.timeout(config.deadline_s):
@@ -100,7 +100,7 @@ async def _verify(config: WeightsConfig, versions: Sequence[Version]) -> int:
 
 
 async def _verify_replica(config: WeightsConfig, replica: str, versions: Sequence[Version]) -> int:
-    """Have a replica compare its live weights with the files that they came from."""
+    """Make a replica compare its live weights with the files that they came from."""
     if versions:
         raise ConfigError("a replica verifies the version that it holds: leave the version out beside --replica")
     async with RolloutClient(replica, config.security) as client:
@@ -141,10 +141,10 @@ async def _diff(config: WeightsConfig, versions: Sequence[Version]) -> int:
 
 
 async def _fetch(config: WeightsConfig, version: Version | None, path: Path) -> tuple[Version, str, int]:
-    """Fetch a version into a safetensors file, checked as an engine checks it; returns version, digest and bytes.
+    """Fetch a version into a safetensors file and check it as an engine does. Return version, digest and size in bytes.
 
     Raises:
-        PullError: if it is damaged or cannot be had.
+        PullError: if it is damaged or cannot be fetched.
     """
     async with WeightSyncClient(config.address, config.security) as client:
         manifest = await client.manifest(config.run, version)
@@ -159,7 +159,7 @@ async def _fetch(config: WeightsConfig, version: Version | None, path: Path) -> 
 
 
 def _version_table(manifests: Iterable[pb.Manifest]) -> Table:
-    """A row per version: what it is, its bytes against a dense copy, and what it cost."""
+    """Return a table with a row per version: its kind, its bytes compared with a dense copy, and its cost."""
     table = Table(box=None, header_style="bold")
     for name in ("version", "kind", "sent", "dense", "dense/sent", "changed", "diff", "push", "commit", "committed"):
         table.add_column(name, justify="left" if name in {"version", "kind"} else "right")
@@ -182,7 +182,7 @@ def _version_table(manifests: Iterable[pb.Manifest]) -> Table:
 
 
 def _replica_table(replicas: Iterable[pb.ReplicaVersion]) -> Table:
-    """A row per live replica: what it serves, how far that is behind, what its last update cost, its last failure."""
+    """Return a table with a row per live replica: its version, how far that is behind, the cost of its last update, its last failure."""
     table = Table(box=None, header_style="bold")
     for name in ("replica", "version", "behind", "pulled", "pull", "stage", "pause", "apply", "total", "age", "error"):
         table.add_column(name, justify="left" if name in {"replica", "version", "error"} else "right")
@@ -203,7 +203,7 @@ def _replica_table(replicas: Iterable[pb.ReplicaVersion]) -> Table:
 
 
 def _mirror_table(mirrors: Iterable[pb.MirrorState]) -> Table:
-    """A row per object store: how far it is, what was moved since the service started, the last failure."""
+    """Return a table with a row per object store: its progress, the bytes moved since the service started, its last failure."""
     table = Table(box=None, header_style="bold")
     for name in ("object store", "", "newest", "behind", "dense moved", "deltas moved", "error"):
         table.add_column(name, justify="left" if name in {"object store", "", "newest", "error"} else "right")
@@ -221,7 +221,7 @@ def _mirror_table(mirrors: Iterable[pb.MirrorState]) -> Table:
 
 
 def _describe_version(manifest: pb.Manifest) -> Iterable[str]:
-    """Lines about one version: digest, base, shards, encodings, labels."""
+    """Return lines about one version: digest, base, shards, encodings, labels."""
     yield f"version {Version.from_proto(manifest.version)} of {manifest.run}: {KINDS.get(manifest.kind, '?')}"
     if manifest.HasField("base"):
         yield f"  base    {Version.from_proto(manifest.base)}"
@@ -253,10 +253,10 @@ class Difference:
     """How one tensor differs.
 
     Attributes:
-        changed: Values whose bits differ; all of them where data type or shape do.
-        largest: Largest absolute difference; NaN where there is nothing to compare with.
-        relative: Norm of the difference over the norm of the first tensor; NaN likewise.
-        replaced: Whether the other version has none of this name, type and shape.
+        changed: Number of values whose bits differ. If data type or shape differ, all values count.
+        largest: Largest absolute difference; NaN if there is nothing to compare with.
+        relative: Norm of the difference divided by the norm of the first tensor; NaN if there is nothing to compare with.
+        replaced: Whether the other version has no tensor of this name, type and shape.
     """
 
     name: str
@@ -268,7 +268,7 @@ class Difference:
 
 
 def _compare_files(first: Path, second: Path) -> list[Difference]:
-    """Compare two safetensors files; a tensor that only one has counts as changed throughout."""
+    """Compare two safetensors files. If only one of them has a tensor, all of its values count as changed."""
     with safe_open(first, framework="pt") as one, safe_open(second, framework="pt") as other:
         names = sorted({*one.keys(), *other.keys()})
         held = set(one.keys()) & set(other.keys())
@@ -299,7 +299,7 @@ def _replaced(name: str, tensor: torch.Tensor) -> Difference:
 
 
 def _difference_table(differences: Sequence[Difference], top: int) -> Table:
-    """A row for each of the tensors that changed most, and one for all."""
+    """Return a table with a row for each of the `top` tensors that changed most, and a row for all tensors."""
     elements = sum(each.elements for each in differences)
     changed = sum(each.changed for each in differences)
     touched = sum(each.changed > 0 for each in differences)

@@ -1,6 +1,7 @@
 """vLLM's own kernels for the RMS norms on a CPU, which vLLM has compiled but offers to GPUs only.
 
-vLLM computes them on a CPU by six calls of PyTorch each; with few tokens in a step, these calls are the cost. Loaded by the plugin.
+On a CPU vLLM computes each norm by six calls of PyTorch. With few tokens in a step, most of the time goes to the overhead of these
+calls. Loaded by the plugin.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from vllm import ir
 from vllm.platforms import current_platform
 
 _VECTOR = 16
-"""Elements that the kernels take at a time: rows have to be a multiple of them."""
+"""Elements that the kernels process at a time: the length of a row must be a multiple of it."""
 
 
 def register(name: str) -> None:
-    """Offer the kernels to vLLM under a name. It takes them where `ir_op_priority` has that name and the arguments fit."""
+    """Offer the kernels to vLLM under a name. vLLM uses them if `ir_op_priority` has that name and the arguments fit."""
     current_platform.import_kernels()
-    norm = add = False  # vLLM takes its own definition if its kernels could not be loaded
+    norm = add = False  # vLLM uses its own definition if its kernels could not be loaded
     with contextlib.suppress(AttributeError):
         norm = torch.ops._C.rms_norm is not None  # noqa: SLF001 - vLLM's name for its kernels
         add = torch.ops._C.fused_add_rms_norm is not None  # noqa: SLF001 - likewise
@@ -29,7 +30,7 @@ def register(name: str) -> None:
 
 
 def _fits(rows: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    """Return whether the numbers are those of PyTorch: in half precision the kernels round less often than the trainer does."""
+    """Return whether the kernels give the same numbers as PyTorch: in half precision they round less often than the trainer."""
     return (
         rows.dtype == torch.float32
         and weight is not None
@@ -64,7 +65,7 @@ def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
     del variance_size
-    rows = x.contiguous()  # heads are slices of a wider row; the kernel reads on without gaps
+    rows = x.contiguous()  # heads are slices of a wider row, but the kernel expects rows without gaps
     output = torch.empty_like(rows)
     torch.ops._C.rms_norm(output, rows, weight, epsilon)  # noqa: SLF001 - vLLM's name for its kernels
     return output

@@ -1,7 +1,7 @@
-"""What vLLM's workers need on a CPU alone: weights are packed for the matrix kernels, which takes many times as long as a copy.
+"""Handling of packed weights in vLLM's CPU workers. Packing for the matrix kernels takes many times as long as a copy.
 
-So a second model is loaded beside the one that samples, and the two swap their weights; what vLLM does not pack again is packed
-here; and packed weights are compared with the tensors of a file. The norms are in `weightsync.vllm.cpu_norms`.
+So a second model is loaded beside the one that samples, and the two swap their weights. Weights that vLLM does not pack again are
+packed here, and packed weights are compared with the tensors of a file. The norms are in `weightsync.vllm.cpu_norms`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PACKED = "cpu_linear"
 """Attribute in which vLLM's CPU layers keep the kernel with the packed weight."""
 
 PARTS_OF_EXPERTS = {"w13_weight": 2, "w2_weight": 1}
-"""By parameter of vLLM's experts: how many tensors of a file it holds for one expert, below each other (gate and up, or down)."""
+"""For each parameter of vLLM's experts: how many tensors of a file it holds per expert, stacked by rows (gate and up, or down)."""
 
 _IDENTITY_COLUMNS = 32
-"""Inputs per product; some milliseconds for the largest layers of today's models."""
+"""Columns of the identity per product, which takes some milliseconds for the largest layers of today's models."""
 
 
 # --- the second model of a CPU worker ---------------------------------------------------------------------------------
@@ -60,11 +60,11 @@ class NextModel:
     """The second model of a CPU worker: the next version is loaded into it beside the one that samples, then swapped in.
 
     On a CPU a weight is not only copied but packed for the matrix kernels, which takes many times as long as the copy. A thread
-    does that beside the engine's steps, so that the pause only swaps references. It costs the memory of the weights once more.
-    An accelerator copies in place instead: its memory is scarcer, and CUDA graphs hold on to addresses.
+    does that beside the engine's steps, so that the pause only swaps references. The second model needs the memory of the weights
+    a second time. An accelerator copies in place instead: its memory is scarcer, and CUDA graphs refer to fixed addresses.
 
-    The modules are built at the first update, between two steps: vLLM's registry of layers and torch's default data type belong
-    to the process, so that a thread would change them under a step. That takes about 1 ms a layer, once: 35 ms for 30 layers.
+    The modules are built at the first update, between two steps. vLLM's registry of layers and torch's default data type are global
+    to the process, so a thread would change them during a step. That takes about 1 ms per layer, once: 35 ms for 30 layers.
 
     Args:
         vllm_config: The engine's configuration.
@@ -103,11 +103,11 @@ class NextModel:
 
     @property
     def outcome(self) -> tuple[str, Any]:
-        """("pending", None), ("ok", seconds) or ("err", why)."""
+        """Return ("pending", None), ("ok", seconds) or ("err", why)."""
         return self._outcome
 
     def holds(self, paths: list[str]) -> bool:
-        """Whether the version of these files is built. Wait for it if it is being built."""
+        """Return whether the version of these files is built. Wait if it is being built."""
         if paths != self._paths:
             return False
         self.join()
@@ -135,7 +135,7 @@ class NextModel:
             self._outcome = ("ok", time.perf_counter() - begun)
 
     def swap(self) -> None:
-        """Exchange the two sets of weights; the former ones are overwritten by the next build."""
+        """Exchange the two sets of weights. The next build overwrites the old ones."""
         for live, built in self._pairs:
             live._parameters, built._parameters = built._parameters, live._parameters  # noqa: SLF001
             if PACKED in built.__dict__:
@@ -144,7 +144,7 @@ class NextModel:
 
 
 def pairs(live: torch.nn.Module, built: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Return the modules of the same name that may exchange their weights: all but shared ones and attention, which owns KV cache."""
+    """Return the pairs of modules of the same name that may exchange weights: all except shared modules and attention (KV cache)."""
     others = dict(built.named_modules())
     return [
         (module, other)
@@ -156,9 +156,9 @@ def pairs(live: torch.nn.Module, built: torch.nn.Module) -> list[tuple[torch.nn.
 
 
 def leave_out_shared(model: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Put empty modules where a model uses modules of another one: vLLM shares rotary embeddings between all models.
+    """Replace modules that a model shares with `other` by empty modules: vLLM shares rotary embeddings between all models.
 
-    A reload takes modules apart, and those are in use.
+    A reload takes modules apart, which must not happen to modules that the other model uses.
     """
     shared = {id(module) for module in other.modules()}
     for parent in list(model.modules()):
@@ -171,7 +171,7 @@ def leave_out_shared(model: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 def refresh_tied_head(model: torch.nn.Module) -> None:
-    """Pack the output layer again: on a CPU it holds a packed copy of the embedding, which the reload forgets."""
+    """Pack the output layer again: on a CPU it holds a packed copy of the embedding, which the reload does not update."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -181,10 +181,10 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
 
 @contextmanager
 def experts_packed_again(model: torch.nn.Module) -> Iterator[None]:
-    """On a CPU, have vLLM pack the weights of experts that are loaded meanwhile.
+    """On a CPU, make vLLM pack the weights of experts that are loaded in the block.
 
-    vLLM packs them only for a layer that has no kernel yet. For a layer that has one it copies plain weights to the place of the
-    packed ones, which the kernel then misreads. On an accelerator the kernels stay: CUDA graphs hold on to their addresses.
+    vLLM packs them only for a layer without a kernel. If the layer has a kernel, vLLM copies plain weights to the place of the
+    packed ones, and the kernel misreads them. On an accelerator the kernels stay, because CUDA graphs refer to their addresses.
     """
     methods = [getattr(module, "quant_method", None) for module in model.modules()] if current_platform.is_cpu() else []
     kernels = {method: method.moe_kernel for method in methods if isinstance(method, UnquantizedFusedMoEMethod)}
@@ -205,7 +205,7 @@ def packed_expert(rows: torch.Tensor, packing: str) -> torch.Tensor:
 
 
 def packing_of_experts(module: torch.nn.Module) -> str:
-    """Return the instruction set for which vLLM packed the weights of experts; empty where that is not known."""
+    """Return the instruction set for which vLLM packed the weights of experts; empty if that is not known."""
     method = getattr(module, "quant_method", None)
     if not isinstance(method, UnquantizedFusedMoEMethod) or method.moe_kernel is None:
         return ""
@@ -217,12 +217,12 @@ def packing_of_experts(module: torch.nn.Module) -> str:
 def places_in_experts(
     live: torch.Tensor, shape: tuple[int, ...], copies: Sequence[PlannedCopy], parts: int
 ) -> dict[PlannedCopy, torch.Tensor]:
-    """Return the packed rows [rows, columns] of each copy that fills one of the parts of an expert.
+    """Return, for each copy that fills one part of an expert, the packed rows [rows, columns] of that part.
 
     Args:
-        live: Packed weights [experts, rows, columns]; each part may have more rows and columns than was loaded.
-        shape: That of the weights before packing.
-        copies: What the loader copies into them.
+        live: Packed weights [experts, rows, columns]; each part may have more rows and columns than the loaded tensor.
+        shape: Shape of the weights before packing.
+        copies: The loader's copies into these weights.
         parts: Tensors per expert.
     """
     if not live.is_contiguous():

@@ -5,8 +5,8 @@ layer has no plain weight any more, but a kernel with a packed one inside. Multi
 gives its weights exactly: every product but one is zero. Experts have packed weights too, but no kernel for one of them: there
 the file's values are packed as vLLM packs them, and compared in that form.
 
-The comparison runs in small pieces between the engine's steps, not beside them: a packed kernel keeps the addresses that it works
-on, and must not run twice at a time.
+The comparison runs in small pieces between the engine's steps, not at the same time: a packed kernel keeps the addresses that it
+works on, so two calls of it must not overlap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weightsync.vllm.cpu_weights import (
 from weightsync.vllm.load_plan import LoadPlan, PlannedCopy
 
 _PACKED_ROWS = 32
-"""Rows of an expert that vLLM packs by themselves; some of its kernels pack 16 or 4, which makes no difference."""
+"""Rows of an expert that vLLM packs as one group. Some of its kernels pack groups of 16 or 4, which makes no difference here."""
 
 _NOT_COPIED = "weights that the model's loader does not copy as they are"
 
@@ -45,7 +45,7 @@ class LiveCheck:
 
     Args:
         model: The model that samples.
-        plan: What its loader does.
+        plan: The reads and copies of its loader.
         paths: The version's files.
         share: Fraction of the model's tensors to look at, above 0; `seed` chooses which.
 
@@ -73,7 +73,7 @@ class LiveCheck:
         self._steps = self._run([(name, by_parameter[name]) for name in chosen])
 
     def advance(self, budget_s: float) -> bool:
-        """Compare for so many seconds and at least one piece. Return whether all is compared."""
+        """Compare for `budget_s` seconds, but at least one piece. Return whether everything has been compared."""
         end = time.perf_counter() + budget_s
         for _ in self._steps:
             if time.perf_counter() >= end:
@@ -122,7 +122,7 @@ class LiveCheck:
                 yield
 
     def _compare_packed(self, live: torch.Tensor, copy: PlannedCopy, packing: str) -> Iterator[None]:
-        """Compare packed rows [rows, columns] of an expert with a copy into them, which vLLM fills up with zeros."""
+        """Compare packed rows [rows, columns] of an expert with the tensor that was copied into them, which vLLM pads with zeros."""
         wanted = copy.source.of(self._tensors[copy.name])
         rows, columns = wanted.shape
         step = max(1, _PIECE_BYTES // (_PACKED_ROWS * live[0].nbytes)) * _PACKED_ROWS
@@ -155,13 +155,13 @@ def _owner(model: torch.nn.Module, parameter: str) -> tuple[torch.nn.Module, str
 
 
 def has_known_form(module: torch.nn.Module) -> bool:
-    """Whether its weights are as they were loaded, apart from packing. Other methods rearrange them."""
+    """Return whether a module's weights are as they were loaded, apart from packing. Other methods rearrange them."""
     method = getattr(module, "quant_method", None)
     return method is None or type(method) in {UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
 
 
 def kind_of(module: torch.nn.Module) -> str:
-    """Return what an operator knows a layer by: its class, and how it keeps its weights."""
+    """Return a description of a layer for operators: its class, and how it keeps its weights."""
     method = getattr(module, "quant_method", None)
     return type(module).__name__ if method is None else f"{type(module).__name__} ({type(method).__name__})"
 
@@ -180,6 +180,6 @@ def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _same_values(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether the values are equal, except for signs of zero and subnormal values, which a product may lose."""
+    """Return whether the values are equal, except for signs of zero and subnormal values, which a product may lose."""
     tiny = torch.finfo(expected.dtype).tiny
     return bool(((found == expected) | ((found.abs() < tiny) & (expected.abs() < tiny))).all())

@@ -1,9 +1,9 @@
-"""What one worker's model reads of a version, and where it puts it, found by running its loader on a model without memory.
+"""Which parts of a version one worker's model reads, and where it puts them. Found by running its loader on a model without memory.
 
 Only the loader knows which slice of ``q_proj`` a tensor-parallel rank keeps, and where in its fused layer that slice goes. So
-the model is built once more on the meta device, where a copy moves nothing, and its loader is given tensors that are mapped and
-not read; a dispatch mode records what it reads and copies. That takes as long as building the modules, so it is done once per
-worker, and never while the engine is paused.
+the model is built a second time on the meta device, where a copy moves nothing. Its loader gets tensors that are mapped but
+not read, and a dispatch mode records the loader's reads and copies. That takes as long as building the modules, so it is done
+once per worker, and never while the engine is paused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Pairs (begin, end) of a tensor's elements in the order in which safetensors lays them out; sorted, disjoint, not touching."""
 
 MOST_RANGES = 4096
-"""Most ranges that one read of a tensor is described by; a read in more pieces is described by fewer, larger ones."""
+"""Most ranges that describe one read of a tensor. If a read has more pieces, neighbouring pieces are joined."""
 
 
 _PREFIX = "sluice_plan"
@@ -30,7 +30,7 @@ _PREFIX = "sluice_plan"
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements of a tensor: the first one counted from the tensor's first, extents, and elements from index to index."""
+    """A strided part of a tensor: its first element (counted from the tensor's first), its extents, and its strides in elements."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -43,7 +43,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of a part of a watched tensor into `target`, a part of the storage with a key as `storage_key` gives it."""
+    """One copy of a part of a watched tensor into `target`, a part of the storage whose `storage_key` is `storage`."""
 
     name: str
     source: Region
@@ -60,8 +60,8 @@ class Copy:
 class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed here
     """While active, notes every operation of this thread that reads a watched tensor; views alone read nothing.
 
-    A read that it does not understand is noted as one of the whole tensor. It never raises: `failure` says what went wrong,
-    and nothing that it noted may then be relied on.
+    An operation that it does not understand is noted as a read of the whole tensor. It never raises: if noting fails, `failure`
+    says why, and all notes are unreliable.
 
     Attributes:
         copies: Copies in the order in which they were made.
@@ -77,7 +77,7 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
         self._reads: dict[str, list[tuple[int, int]]] = {}
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors and watch each from then on. They are kept, so that no address is used again meanwhile."""
+        """Yield the tensors and watch each from then on. References to them are kept, so that their addresses are not reused."""
         for name, tensor in tensors:
             self._reads.setdefault(name, [])
             if tensor.numel():
@@ -87,7 +87,7 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
             yield name, tensor
 
     def reads(self) -> dict[str, Ranges]:
-        """Return the elements that were read of each watched tensor."""
+        """Return, for each watched tensor, the elements that were read."""
         return {name: normal(ranges) for name, ranges in self._reads.items()}
 
     def __torch_dispatch__(
@@ -126,7 +126,7 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
                 self.copies.append(Copy(name, source, Copy.storage_key(into), target))
 
     def _find(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Return the watched tensor that holds another one's first byte, and its name."""
+        """Return the name of the watched tensor whose memory holds the first byte of `tensor`, and that watched tensor."""
         address = tensor.data_ptr()
         position = bisect_right(self._begins, address) - 1
         if position < 0:
@@ -141,7 +141,7 @@ def normal(ranges: Iterable[tuple[int, int]], gap: int = 0) -> Ranges:
 
     Args:
         ranges: In any order, possibly overlapping or empty.
-        gap: Ranges that are at most this far apart become one, including what lies between them.
+        gap: Ranges that are at most this far apart become one range, which includes the elements between them.
     """
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
@@ -160,10 +160,10 @@ def region_ranges(offset: int, sizes: Sequence[int], strides: Sequence[int]) -> 
     Args:
         offset: First element, counted from the tensor's first.
         sizes: Extent per dimension.
-        strides: Elements from one index to the next per dimension; not negative.
+        strides: Elements from one index to the next, per dimension; not negative.
 
     Returns:
-        At most `MOST_RANGES` ranges. Where there would be more, neighbours are joined with the elements between them.
+        At most `MOST_RANGES` ranges. If there were more, neighbours are joined, including the elements between them.
     """
     if math.prod(sizes) == 0:
         return ()
@@ -189,7 +189,7 @@ class PlanError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PlannedCopy:
-    """A part of a checkpoint's tensor (`name`, `source`) and its place in one of the model's own (`parameter`, `target`)."""
+    """A part of a checkpoint's tensor (`name`, `source`), and its place in a tensor of the model (`parameter`, `target`)."""
 
     name: str
     source: Region
@@ -199,13 +199,13 @@ class PlannedCopy:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What a worker's model does with the tensors of a version.
+    """How a worker's model loads the tensors of a version.
 
     Attributes:
-        reads: Ranges of elements that it reads, by tensor; every tensor is named.
-        copies: Copies straight into one of its parameters or buffers. A parameter that several modules share is named once
-            for each.
-        shapes: Shape and type of each of those parameters as the loader sees them.
+        reads: Ranges of elements that it reads, by tensor; every tensor has an entry.
+        copies: Copies straight into its parameters or buffers. If several modules share a parameter, there is an entry for each
+            of them.
+        shapes: Shape and type of each of these parameters as the loader sees them.
     """
 
     reads: Mapping[str, Ranges]
@@ -219,10 +219,10 @@ def make_plan(vllm_config: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> 
 
     Args:
         vllm_config: The engine's configuration, in a worker that has loaded its model.
-        tensors: A version's tensors in files that are mapped; of their bytes, none are used.
+        tensors: A version's tensors in mapped files. Their bytes are not read.
 
     Raises:
-        PlanError: if the loader's reads could not be noted.
+        PlanError: if the loader's reads could not be recorded.
         Exception: whatever the model raises when it is built on the meta device or given these tensors.
     """
     from vllm.model_executor.layers import rotary_embedding  # noqa: PLC0415 - the rest of this module needs no vLLM
@@ -237,7 +237,7 @@ def make_plan(vllm_config: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> 
             model = initialize_model(vllm_config=vllm_config, prefix=_PREFIX)
         with recorder:
             model.load_weights(recorder.watch(tensors))
-    finally:  # leave nothing of the model in vLLM's registries: its layers must never run
+    finally:  # remove the model from vLLM's registries, because its layers must never run
         for name in set(layers) - known:
             del layers[name]
         rotary_embedding._ROPE_DICT.clear()  # noqa: SLF001

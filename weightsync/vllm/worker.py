@@ -1,14 +1,14 @@
 """The half of weight sync inside vLLM's workers: it loads staged safetensors files into the live model.
 
-The files lie in shared memory and tensors are views of the mapping, so the only copy is the one into the model. A version
-comes in by one of three ways, prepared while the engine samples where that is possible:
+The files lie in shared memory and tensors are views of the mapping, so the only copy is the copy into the model. A version is
+loaded in one of three ways, and prepared while the engine samples if that is possible:
 
 * on a CPU, a second model is loaded beside the one that samples, and the two swap their weights (`NextModel`);
-* on an accelerator, if it is asked for, only the values that changed are written (`Patch`);
-* else the files are loaded by vLLM's layer-wise reload while the engine is paused.
+* on an accelerator, if the settings ask for it, only the values that changed are written (`Patch`);
+* otherwise vLLM's layer-wise reload loads the files while the engine is paused.
 
-Nothing here raises into vLLM: an exception in one worker of several would leave the others' replies one call late from then
-on. Failures are kept, and the caller asks for them.
+Nothing here raises into vLLM: after an exception in one worker of several, the replies of the others would be off by one call.
+Failures are kept, and the caller asks for them.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from weightsync.vllm.live_check import LiveCheck, has_known_form
 from weightsync.vllm.load_plan import LoadPlan, Ranges, make_plan, normal
 
 Answer: TypeAlias = tuple[str, Any]
-"""What a worker answers: ("ok", value), ("pending", None), or a kind of failure and its reason."""
+"""A worker's answer: ("ok", value), ("pending", None), or a kind of failure and its reason."""
 
 TIED_HEAD = "lm_head.weight"
 
 _MOST_CHANGED = 0.2
-"""Share of a version beyond which it is loaded whole: a position and a value take three times a value's place."""
+"""If more than this fraction of a version changed, load it whole: a position and a value need three times the bytes of a value."""
 
 _PIECE = 1 << 24
-"""Elements that are compared at a time; also the gap over which ranges are compared as one."""
+"""Elements that are compared at a time. Ranges that are at most this far apart are compared as one range."""
 
 _PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """Nothing has to be agreed on beforehand."""
+    """Empty: nothing has to be agreed on beforehand."""
 
 
 @dataclass
@@ -84,23 +84,23 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     _plan: LoadPlan | None = None
     _patch: Patch | None = None
     _loaded: list[str] | None = None
-    """Files of the version that the model holds; None where that is not certain."""
+    """Files of the version that the model holds; None if that is not certain."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do nothing: files need no rendezvous."""
 
     def start_weight_update(self) -> None:
-        """Do nothing: the model is taken apart only when the files are known to be whole."""
+        """Do nothing: `receive_weights` takes the model apart, after it has checked the files."""
 
     def prepare(self, paths: list[str], names: list[str], *, patch: bool) -> Answer:
         """Begin to build a version while the engine samples: ("ok", None), ("unsupported", why) or ("refused", why).
 
-        The first call builds the modules of the second model on a CPU, which holds the engine up; see `NextModel`.
+        On a CPU the first call builds the modules of the second model, which delays the engine's step; see `NextModel`.
 
         Args:
             paths: The version's files.
             names: Every tensor that must be in them.
-            patch: On an accelerator, find out what differs from the version before; see `Patch`.
+            patch: On an accelerator, find the values that differ from the previous version; see `Patch`.
         """
         refused = self.check(paths, names)
         if refused[0] != "ok":
@@ -116,18 +116,18 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         return ("ok", None)
 
     def prepared(self) -> Answer:
-        """Return what became of `prepare`: ("pending", None), ("ok", seconds) or ("err", why)."""
+        """Return the outcome of `prepare`: ("pending", None), ("ok", seconds) or ("err", why)."""
         if self._patch is not None:
             return self._patch.outcome
         if self._next is None:
             return ("err", "nothing was prepared")
         outcome = self._next.outcome
         if outcome[0] == "err":
-            self._next = None  # it may be half built: the next version starts from nothing
+            self._next = None  # it may be half built: the next version starts from scratch
         return outcome
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the files, or keep the error; the session is closed by `finish_weight_update` either way."""
+        """Load the files, or keep the error. `finish_weight_update` closes the session in both cases."""
         begun = time.perf_counter()
         paths = update_info.paths
         self.outcome = self.check(paths, update_info.names)
@@ -150,13 +150,13 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             self.outcome, self._loaded = ("ok", time.perf_counter() - begun), paths
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the model is whole since `receive_weights`."""
+        """Do nothing: `receive_weights` left the model whole."""
 
     def shutdown(self) -> None:
         """Do nothing: no connection is open."""
 
     def forget_loaded(self) -> None:
-        """Load the next version whole: the model was found to hold something else than it was given."""
+        """Make the next load a whole one, because the model's weights were found to differ from the loaded files."""
         self._loaded = self._patch = None
 
     def check(self, paths: list[str], names: list[str]) -> Answer:
@@ -168,7 +168,7 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         return ("ok", None)
 
     def plan(self, paths: list[str]) -> LoadPlan:
-        """Return what this worker's model reads of a version and where it puts it; found out once.
+        """Return which parts of a version this worker's model reads, and where it puts them. Computed once.
 
         Raises:
             Exception: whatever the model raises when it is built without memory; see `weightsync.vllm.load_plan`.
@@ -204,7 +204,7 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 forget_buffered(model)
                 raise
             finally:
-                # After a failure too: what was buffered must not be counted towards the next attempt.
+                # After a failure, too: the next attempt must not count weights that this one buffered.
                 finalize_layerwise_reload(model, self.model_config)
         refresh_tied_head(model)
 
@@ -218,10 +218,10 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
 # --- changed values on an accelerator ---------------------------------------------------------------------------------
 
-# Otherwise a whole version crosses the bus to the device at every update, though few of its values are new. Where the version before
-# lies on the host too, the two files are compared while the engine samples; the pause then holds only the transfer of the values that
-# differ and a pass over the device's own memory. vLLM's loader of checkpoint patches asks for models whose weights are copied as they
-# are; the load plan says whether they are.
+# Without a patch, a whole version crosses the bus to the device at every update, although few of its values are new. If the previous
+# version is on the host, too, the two files are compared while the engine samples. The pause then consists only of the transfer of
+# the values that differ, and of a pass over the device's own memory. vLLM's loader of checkpoint patches only works for models whose
+# weights are copied unchanged; the load plan says whether they are.
 
 
 class PatchError(Exception):
@@ -241,12 +241,12 @@ def why_no_patch(model: torch.nn.Module, plan: LoadPlan) -> str:
 class Patch:
     """The way from one version to another, found in a thread.
 
-    The comparison and the patches are tested on a CPU; against a model on a device only by tests marked ``gpu``, which this project's
-    own CI does not run. So a patch is used only where `rollout.patch_on_device` asks for it.
+    The comparison and the patches are tested on a CPU. With a model on a device, only tests marked ``gpu`` test them, which this
+    project's own CI does not run. So a patch is used only if `rollout.patch_on_device` is set.
 
     Args:
         old: Files of the version that the model holds.
-        new: Files of the version that is wanted.
+        new: Files of the wanted version.
     """
 
     def __init__(self, old: list[str], new: list[str]) -> None:
@@ -262,7 +262,7 @@ class Patch:
         new: Iterable[tuple[str, torch.Tensor]],
         reads: Mapping[str, Ranges],
     ) -> None:
-        """Start to compare the tensors of both versions, as far as they are read."""
+        """Start to compare the tensors of both versions, but only the elements that the model reads."""
 
         def compare() -> None:
             begun = time.perf_counter()
@@ -277,7 +277,7 @@ class Patch:
         self._thread.start()
 
     def leads(self, old: list[str] | None, new: list[str]) -> bool:
-        """Whether it leads from one version's files to another's. Wait for the comparison."""
+        """Wait for the comparison. Return whether this patch leads from the files `old` to the files `new`."""
         if self._thread is not None:
             self._thread.join()
         return self._ends == (old, new) and self.outcome[0] == "ok"
@@ -297,16 +297,16 @@ class Patch:
 def differences(
     old: Mapping[str, torch.Tensor], new: Iterable[tuple[str, torch.Tensor]], reads: Mapping[str, Ranges]
 ) -> Iterator[CheckpointWeightPatch]:
-    """Positions and values of what differs in any bit, tensor by tensor.
+    """Yield positions and values of the elements that differ in any bit, tensor by tensor.
 
     Args:
         old: Tensors of one version.
-        new: Those of the other.
-        reads: Elements that matter, as in `weightsync.vllm.load_plan`; a tensor that is not named matters whole.
+        new: Tensors of the other version.
+        reads: Elements to compare, as in `weightsync.vllm.load_plan`; a tensor without an entry is compared whole.
 
     Raises:
-        PatchError: if the tensors differ in name, type or shape, are no floating-point numbers, hold NaN, which the loader
-            takes for "unchanged", or differ in too much.
+        PatchError: if the tensors differ in name, type or shape, or in too many values, or if changed values are not
+            floating-point numbers, or NaN, which the loader takes for "unchanged".
     """
     changed = elements = 0
     for name, tensor in new:
@@ -366,7 +366,7 @@ class WorkerExtension:
         return answer
 
     def sluice_prepared(self) -> Answer:
-        """Return what became of `sluice_prepare`."""
+        """Return the outcome of `sluice_prepare`."""
         answer: Answer = self.weight_transfer_engine.prepared()
         return answer
 
@@ -385,7 +385,7 @@ class WorkerExtension:
         return _guarded(begin)
 
     def sluice_verified(self, budget_s: float) -> Answer:
-        """Compare for so many seconds: ("pending", None), or ("ok", [tensors that differ, `LiveCheck.unchecked`])."""
+        """Compare for `budget_s` seconds: ("pending", None), or ("ok", [tensors that differ, `LiveCheck.unchecked`])."""
         check = self._live_check
         if check is None:
             return ("err", "nothing is being compared")
@@ -403,7 +403,7 @@ class WorkerExtension:
         return _guarded(lambda: self.model_runner.add_lora(LoRARequest(label, number, path)))
 
     def sluice_zero_kv(self) -> Answer:
-        """Zero the KV cache: a NaN that once entered it would live on in reused blocks."""
+        """Zero the KV cache: a NaN in it would persist in reused blocks."""
 
         def zero() -> None:
             for cache in _tensors_in(self.model_runner.kv_caches):
@@ -413,7 +413,7 @@ class WorkerExtension:
 
 
 def _guarded(work: Callable[[], Any]) -> Answer:
-    """Run something that must not raise into vLLM."""
+    """Run `work`, which must not raise into vLLM."""
     try:
         return ("ok", work())
     except Exception as error:  # noqa: BLE001 - see the docstring
@@ -421,9 +421,9 @@ def _guarded(work: Callable[[], Any]) -> Answer:
 
 
 def forget_buffered(model: torch.nn.Module) -> None:
-    """Give up the layers that a failed load left unfinished, so that they get their former weights back.
+    """Discard the layers that a failed load left unfinished, so that they get their previous weights back.
 
-    vLLM would otherwise load what it has buffered of such a layer: it fails at the same tensor again, now and at each later load.
+    Otherwise vLLM would load the weights that it has buffered for such a layer, and fail at the same tensor now and at each later load.
     """
     for module in model.modules():
         info = get_layerwise_info(module)
@@ -432,9 +432,9 @@ def forget_buffered(model: torch.nn.Module) -> None:
 
 
 def check_complete(paths: list[str], wanted: list[str], optional: set[str]) -> None:
-    """Compare the files' headers with the expected names; `optional` ones may be there or not.
+    """Compare the files' headers with the wanted names; `optional` names may be missing.
 
-    A model with part of a fused layer missing computes with uninitialised memory, so this comes before anything else.
+    If a part of a fused layer is missing, the model computes with uninitialised memory, so call this before anything else.
 
     Raises:
         IncompleteFileError: if tensors are missing, unknown or given twice, or a file cannot be read.
