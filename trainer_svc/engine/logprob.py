@@ -2,13 +2,13 @@
 
 The output layer, the softmax and their gradients are computed tile by tile (some tokens x some of the vocabulary). The
 forward pass keeps one log-sum-exp per token (online, as flash attention does). The backward pass computes each tile of
-logits again, turns it into its gradient in place, and adds that to the gradient of the hidden states and of its rows
-of the weight. As many tiles as `cells` allows are kept instead of computed again, so that a small output layer costs what
+logits again, turns it into its gradient in place, and adds that to the gradients of the hidden states and of the weight's
+rows in the tile. Tiles that fit in `cells` are kept instead of computed again, so that a small output layer costs what
 plain autograd costs. In the spirit of cut cross-entropy (arXiv 2411.09009) and Liger (arXiv 2410.10989), for gradients
 that arrive per token.
 
-Products and sums are float32 even where the hidden states are bfloat16 (float64 where they are), sums over the whole
-vocabulary float64. A value for each token is a column of shape [tokens, 1], so that it broadcasts over a tile.
+Products and sums are float32 for bfloat16 and float32 hidden states, and float64 for float64 ones. Sums over the whole
+vocabulary are always float64. Values per token are columns of shape [tokens, 1], so that they broadcast over a tile.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from trainer_svc.batch.shapes import HeadBias, HeadWeight, Indices, PerToken, To
 from trainer_svc.parallel.sharding import local_slice
 
 Entropy = Literal["none", "measure", "train"]
-"""Whether entropies are computed (measure, train), and whether they carry a gradient (train)."""
+"""none: compute no entropies; measure: compute them without a gradient; train: compute them with a gradient."""
 
 CPU_TILE_ROWS = 1024
 CPU_TILE_CELLS = 1 << 20
-"""Tokens and logits of a tile on the CPU: 4 MiB stay in the cache between a product and the passes over it."""
+"""Tokens and logits of a tile on the CPU: its 4 MiB stay in the cache between the product and the passes over it."""
 
 CUDA_TILE_ROWS = 4096
-"""Tokens of a tile on CUDA, where `cells` alone bounds the tile: few large kernels."""
+"""Tokens of a tile on CUDA, where only `cells` bounds the tile: few large kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The slice of the vocabulary that this rank has, where an output layer is split over ranks.
+    """This rank's slice of the vocabulary, if an output layer is split over ranks.
 
     Attributes:
-        group: The ranks that have the slices.
+        group: The ranks that share the output layer.
         start: First token id of this rank's slice.
     """
 
@@ -71,7 +71,7 @@ def logprobs_of_states(
     Raises:
         ValueError: if the layer's weight is split in another way than by vocabulary.
     """
-    if type(head) is not torch.nn.Linear:  # an adapter's or FSDP's layer does more in its forward
+    if type(head) is not torch.nn.Linear:  # an adapter's or FSDP's layer does more than a product
         return _in_parts(head, states, targets, temperatures, entropy=entropy, rows=max(1, cells // vocabulary))
     weight, bias, shard = _own_slice(head.weight, head.bias)
     return fused_logprobs(states, weight, targets, temperatures, bias=bias, entropy=entropy, cells=cells, shard=shard)
@@ -80,7 +80,7 @@ def logprobs_of_states(
 def logprobs_of_logits(
     logits: torch.Tensor, targets: Indices, temperatures: PerToken, *, entropy: Entropy
 ) -> tuple[PerToken, PerToken | None]:
-    """Return the same from logits of shape [tokens, vocabulary]."""
+    """Return the same as `logprobs_of_states` from logits of shape [tokens, vocabulary]."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scaled = torch.log_softmax(wide / temperatures.to(wide.dtype).unsqueeze(1), dim=-1)
     chosen = scaled.gather(1, targets.unsqueeze(1)).squeeze(1)
@@ -93,7 +93,7 @@ def logprobs_of_logits(
 def _own_slice(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, VocabularyShard | None]:
-    """Return this rank's rows of an output layer, and who has the other rows."""
+    """Return this rank's rows of an output layer (weight and bias), and which ranks share the layer."""
     if not isinstance(weight, DTensor):
         return weight, bias, None
     mesh = weight.device_mesh
@@ -142,7 +142,7 @@ def fused_logprobs(
     Args:
         hidden: States that predict the targets, shape [tokens, width].
         weight: Output layer, shape [vocabulary, width]; with `shard` this rank's slice of the vocabulary.
-        targets: Token ids of the whole vocabulary. The log-probability of any other id is minus infinity.
+        targets: Token ids. An id outside of the whole vocabulary has log-probability minus infinity.
         temperatures: Divisor of each token's logits, above 0.
         bias: Added to the logits, shape [vocabulary].
         entropy: Whether to compute the entropy in nats, and whether it carries a gradient.
@@ -176,12 +176,12 @@ def fused_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What one call computes, in tiles of at most `rows` tokens x `columns` token ids.
+    """How one call computes: in tiles of at most `rows` tokens x `columns` token ids.
 
     Attributes:
         kept_cells: Logits that may stay in memory for the backward pass.
         rounding: Precision to which states and weight are rounded.
-        factor: Precision of the factors of products: narrow on CUDA only, where a product of them can be written as float32.
+        factor: Precision of the factors of products. Below float32 only on CUDA, where such factors can give a float32 product.
     """
 
     tokens: int
@@ -194,17 +194,17 @@ class _Work:
     shard: VocabularyShard | None
 
     def chunks(self) -> Iterator[slice]:
-        """Yield ranges of the tokens in order; one empty range if there are no tokens."""
+        """Yield ranges of tokens in order; one empty range if there are no tokens."""
         for first in range(0, max(1, self.tokens), self.rows):
             yield slice(first, min(first + self.rows, self.tokens))
 
     def buffers(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for a tile, and as much for intermediate results."""
+        """Return memory for a tile, and the same amount for intermediate results."""
         return like.new_empty(self.rows * self.columns), like.new_empty(self.rows * self.columns)
 
 
 def _tile(tokens: int, cells: int, device: torch.device) -> tuple[int, int, int]:
-    """Return how many logits may be kept, and the rows and columns of a tile: two tiles and the kept ones have at most `cells`."""
+    """Return how many logits may be kept, and the rows and columns of a tile. Two tiles and the kept logits take at most `cells`."""
     if device.type == "cpu":
         tile, most = min(max(1, cells // 8), CPU_TILE_CELLS), CPU_TILE_ROWS
     else:
@@ -214,7 +214,7 @@ def _tile(tokens: int, cells: int, device: torch.device) -> tuple[int, int, int]
 
 
 def _rounding(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Return the precision that the forward pass has at its output layer: that of autocast, as an engine rounds both factors."""
+    """Return the precision of the output layer in the forward pass: autocast's, because an engine rounds both factors to it."""
     dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
     narrow = torch.is_autocast_enabled(device) and dtype != torch.float64
     return torch.get_autocast_dtype(device) if narrow else dtype
@@ -241,7 +241,7 @@ def _view(buffer: torch.Tensor, rows: _Tokens, block: _Block) -> torch.Tensor:
 
 
 def _forward_tiles(chunks: list[_Distribution], layer: _OutputLayer, work: _Work) -> list[torch.Tensor]:
-    """Add the whole vocabulary to each chunk of tokens; return the first tiles of logits, as many as may be kept."""
+    """Add the whole vocabulary to each chunk of tokens. Return the first tiles of logits, up to the limit of kept cells."""
     memory, scratch = work.buffers(chunks[0].rows.scale)
     kept: list[torch.Tensor] = []
     room = work.kept_cells
@@ -261,7 +261,7 @@ def _forward_tiles(chunks: list[_Distribution], layer: _OutputLayer, work: _Work
 def _backward_tiles(
     chunks: list[_TokenGradient], layer: _OutputLayer, work: _Work, kept: list[torch.Tensor], needs: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Go over the same tiles for the gradients; collect those of the states in the chunks, return those of weight and bias."""
+    """Compute gradients over the same tiles. Collect the states' gradients in the chunks; return those of weight and bias."""
     by_hidden, by_weight, by_bias = needs[:3]
     weight = torch.empty_like(layer.weight) if by_weight else None
     bias = torch.zeros_like(layer.bias) if by_bias and layer.bias is not None else None
@@ -347,7 +347,7 @@ def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, add:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A range of the vocabulary: its place in this rank's slice, its first token id, its weight (in factors' precision) and bias."""
+    """A range of the vocabulary: its place in this rank's slice, its first token id, its weight (in `factor` precision) and bias."""
 
     columns: slice
     first: int
@@ -360,7 +360,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _OutputLayer:
-    """An output layer, weight [vocabulary, width] and bias [vocabulary], or the slice of it from token id `start` on."""
+    """An output layer (weight [vocabulary, width] and bias [vocabulary]), or its slice from token id `start` on."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -381,7 +381,7 @@ class _Tokens:
 
     Attributes:
         hidden: Hidden states of these tokens, in the precision in which matrix products read them.
-        scale: One over the temperature; its precision is that of logits and sums.
+        scale: One over the temperature, in the precision of logits and sums.
         scaled: Whether the states are already multiplied by the scale, which saves a pass over every tile.
     """
 
@@ -447,11 +447,11 @@ class _TokenGradient:
     """The gradient of some tokens' logits, tile by tile, and of their states.
 
     With p the probabilities, H their entropy, g and e the incoming gradients of log-probability and entropy, and T the
-    temperature, it is g 1[target] - p (g + e (log p + H)), divided by T for logits before the division by T. The entropy is read
-    only if `e` is given.
+    temperature, the gradient is g 1[target] - p (g + e (log p + H)), divided by T for logits before the division by T. The
+    entropy is read only if `e` is given.
 
-    On a CPU tokens with zero incoming gradient are left out of all work; elsewhere the host would have to wait for the device to
-    count them.
+    On a CPU, tokens with zero incoming gradient are skipped. On other devices they are not, because the host would have to wait
+    for the device to count them.
     """
 
     def __init__(
@@ -477,7 +477,7 @@ class _TokenGradient:
     ) -> torch.Tensor:
         """Write the gradient of a tile of logits to `out`, and return it as a factor of products.
 
-        `logits` are those of all tokens, if they were kept; they are not changed. `scratch` is as large as `out`.
+        `logits` are the kept logits of all tokens, if there are any; they are not changed. `scratch` is as large as `out`.
         """
         if logits is None:
             logits = self.rows.logits(block, out)

@@ -1,7 +1,7 @@
 """LoRA by PEFT: low-rank factors beside the linear layers of a frozen model, and adapters as directories.
 
 PEFT puts its layers into the transformers model in place, so that packed attention, sharding and readers of the trunk see the
-same model as before. An `Adapter` beside it knows what was added.
+same model as before. A separate `Adapter` knows what was added.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BASE_LAYER = ".base_layer"
 """PEFT's name of the layer that it wraps."""
 
 TASKS = {"language": "CAUSAL_LM", "value": "SEQ_CLS", "both": "CAUSAL_LM"}
-"""PEFT's names of what a network has on top. A classifier's head is trained and saved with its adapter."""
+"""PEFT's task types, by what a network has on top. A classifier's head is trained and saved with its adapter."""
 
 
 class UnmergeableError(Exception):
@@ -59,7 +59,7 @@ class Adapter:
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Switch on the dropout in front of the factors. Elsewhere it is off, whatever mode the model is in."""
+        """Switch on the dropout in front of the factors. Outside of this block it is off, whatever mode the model is in."""
         try:
             for dropout in self._dropouts:
                 dropout.train()
@@ -80,7 +80,7 @@ class Adapter:
         Args:
             dtype: Their precision; None keeps float32.
         """
-        from peft import get_peft_model_state_dict  # noqa: PLC0415  the import takes seconds, which others do not need
+        from peft import get_peft_model_state_dict  # noqa: PLC0415  the import takes seconds; only adapters need it
 
         named = self.peft.get_base_model().named_parameters()
         trained = {name: each.detach() for name, each in named if each.requires_grad}
@@ -99,8 +99,8 @@ class Adapter:
     ) -> None:
         """Write a PEFT adapter with its tokenizer, or the merged model if `config.merges`; it appears whole or not at all.
 
-        `weights` are the trained ones by their names in the model, `source` is the directory or hub id of the base model. `dtype`
-        None keeps float32, `chat_template` None that of the base model.
+        `weights` are the trained weights by their names in the model, `source` is the directory or hub id of the base model. If
+        `dtype` is None, keep float32. If `chat_template` is None, keep the base model's.
 
         Raises:
             FileExistsError: if the directory exists.
@@ -140,7 +140,7 @@ class Adapter:
 
 
 def _peft_state(dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return CPU copies of trained weights under the names of PEFT's model around the network's."""
+    """Return CPU copies of trained weights under the names that PEFT's wrapper model gives them."""
     return {
         f"{PREFIX}{name}": cpu_copy(tensor, dtype)
         for name, tensor in weights.items()
@@ -151,7 +151,7 @@ def _peft_state(dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]) 
 def attach_adapter(network: Network, config: LoraConfig) -> tuple[Network, Adapter | None]:
     """Freeze a network and put trainable factors beside its linear layers; initially they change no output.
 
-    The factors are drawn from PyTorch's generator: seed it before.
+    The factors are drawn from PyTorch's generator: seed it first.
 
     Args:
         network: A whole network that is not laid out over processes yet.
@@ -162,7 +162,7 @@ def attach_adapter(network: Network, config: LoraConfig) -> tuple[Network, Adapt
     """
     if config.rank == 0:
         return network, None
-    import peft  # noqa: PLC0415  the import takes seconds, which training without it does not need
+    import peft  # noqa: PLC0415  the import takes seconds; only training with an adapter needs it
 
     model = network.model
     settings = peft.LoraConfig(
@@ -192,7 +192,7 @@ def _linear_layers(network: Network) -> dict[str, torch.nn.Linear]:
 
 @contextmanager
 def _as_if_read(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
-    """Give layers with unread weights placeholder weights on the CPU that take no memory.
+    """Inside the block, give layers with unread weights placeholder weights on the CPU that take no memory.
 
     PEFT draws the factors on the device of the layer's weight, and on "meta" their values would be lost.
     """
@@ -207,7 +207,7 @@ def _as_if_read(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
 
 
 def _names_below_adapter(model: torch.nn.Module) -> dict[str, str]:
-    """Return the parameters' names, by the names they had before PEFT wrapped their layers."""
+    """Return the present name of each parameter that PEFT wrapped, by its name before."""
     names = (name for name, _ in model.named_parameters(remove_duplicate=False) if BASE_LAYER in name)
     return {name.replace(BASE_LAYER, ""): name for name in names}
 
@@ -225,7 +225,7 @@ def _targets(network: Network, config: LoraConfig) -> list[str]:
 
 
 def _store_base(network: Network, config: LoraConfig) -> None:
-    """Store the frozen matrices in bfloat16, in which they are computed: half the memory, the same results."""
+    """Store the frozen matrices in bfloat16, in which they are computed anyway: half the memory, the same results."""
     if config.base_dtype != "bfloat16":
         return
     if network.compute_dtype != torch.bfloat16:
@@ -238,8 +238,8 @@ def merge_adapter(
 ) -> None:
     """Write the model that computes the same as base and adapter together; the factors are added in float32.
 
-    Base and adapter are directories or hub ids. An adapter of a sequence classifier gives a classifier. `chat_template` None is
-    that of the base.
+    Base and adapter are directories or hub ids. An adapter of a sequence classifier gives a classifier. If `chat_template` is None,
+    keep the base's.
 
     Raises:
         FileExistsError: if the directory exists.
@@ -247,7 +247,7 @@ def merge_adapter(
         UnmergeableError: if no weights compute what base and adapter do.
         UnfitWeightsError: if merged weights are not finite; nothing is written then.
     """
-    # The import takes seconds, which training without it does not need.
+    # The import takes seconds; only merging needs it.
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights  # noqa: PLC0415
 
     with whole_directory(directory) as staging:
@@ -282,9 +282,9 @@ def merge_adapter(
 
 
 def _untie(model: Any, given: set[str]) -> None:  # noqa: ANN401 - a model of transformers
-    """Give a model with one weight for embeddings and head two of them, if an adapter has factors beside either.
+    """Give embedding and head a weight each if they share one and the adapter has factors beside either of them.
 
-    PEFT adds the factors to what the one layer computes, and not to what the other does.
+    PEFT adds the factors to the output of that layer only, not to the other layer's.
     """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embeddings.weight:
@@ -296,7 +296,7 @@ def _untie(model: Any, given: set[str]) -> None:  # noqa: ANN401 - a model of tr
 
 
 def _check_names(given: set[str], wanted: set[str]) -> None:
-    """Refuse factors without a layer in the base, which PEFT ignores, and layers without factors, which it fills with random ones."""
+    """Refuse factors without a layer in the base, which PEFT ignores, and layers without factors, for which PEFT draws random ones."""
     lacking, foreign = (
         sorted(name for name in names if ".lora_" in name) for names in (wanted - given, given - wanted)
     )
@@ -307,6 +307,6 @@ def _check_names(given: set[str], wanted: set[str]) -> None:
 
 
 def _mismatch(error: RuntimeError) -> str:
-    """Return the first mismatch that PyTorch lists, one a line, below a heading."""
+    """Return the first mismatch. PyTorch lists them below a heading, one per line."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line.rstrip(".") for line in lines if line.startswith("size mismatch")), lines[0])

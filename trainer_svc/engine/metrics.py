@@ -1,8 +1,8 @@
-"""What one training step reports, how it is collected, and what share of the hardware's peak the step used.
+"""The report of one training step, how it is collected, and which share of the hardware's peak the step used.
 
-The operations of a step are those that its own tokens need, by the usual formula: 2 per weight and token forward and twice
-that backward, and attention by the true number of pairs. Tokens that are forwarded once for many samples count once, tokens
-that are left out do not count, and what activation checkpointing computes again does not count twice.
+The floating-point operations of a step follow the usual formula: 2 per weight and token forward and twice as many backward, and
+attention by the true number of pairs. A token that is forwarded once for many samples counts once, tokens that are left out do
+not count, and work that activation checkpointing repeats does not count twice.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ DENSE_BF16_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-"""TFLOP/s of bf16 matrix products without sparsity, by a part of the device's name; from the makers' data sheets.
-The first name that matches counts."""
+"""TFLOP/s of dense bf16 matrix products, by a part of the device's name; from the makers' data sheets. The first match counts."""
 
 
 _NOT_FLAT = frozenset({"seconds", "sums", "measured", "peak_flops", "skipped", "padding_fraction"})
-"""Fields of `StepMetrics` that are no metric under their own name."""
+"""Fields of `StepMetrics` that are not reported as a metric under their own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class StepMetrics:
         tokens: Tokens of the batch, prompts included.
         loss_tokens: Tokens that entered the loss.
         forward_tokens: Tokens that were forwarded; a shared prompt counts once.
-        padding_fraction: Share of the cells of attention's blocks without a token; few other rows are padded (see `cpu_kernels`).
+        padding_fraction: Share of the cells of attention's blocks that are padding. Elsewhere little is padded (see `cpu_kernels`).
         seconds: Wall-clock seconds per phase: pack, forward, backward, optimizer, total.
         sums: Sums of the loss function by name; ``max_...`` are maxima.
         measured: Metrics that the caller computes from the sums, by name.
@@ -106,7 +105,8 @@ class StepMetrics:
     def as_flat(self) -> dict[str, float]:
         """Return the finite numbers by name; seconds as ``seconds/name``, measured metrics under their own names.
 
-        What another name says already is left out: `skipped` (`skipped_steps`), `padding_fraction` (`packing_efficiency`).
+        Two fields are left out because another metric reports the same: `skipped` (see `skipped_steps`) and `padding_fraction`
+        (see `packing_efficiency`).
         """
         flat: dict[str, float] = {f"seconds/{name}": each for name, each in self.seconds.items()}
         for each in fields(self):
@@ -152,7 +152,7 @@ class StepRecord:
         self._seconds[name] += perf_counter() - start
 
     def add(self, batch: MicroBatch, loss: Scalar, sums: dict[str, Scalar]) -> None:
-        """Add a micro-batch. Its loss and sums stay on the device until the step ends, so that the host need not wait."""
+        """Add a micro-batch. Its loss and sums stay on the device until the step ends, so that the host does not wait."""
         self._loss.append(loss.detach())
         self._sums.append(sums)
         if batch.sequences:
@@ -170,7 +170,7 @@ class StepRecord:
         self.skipped = not finite
 
     def totals(self) -> dict[str, float]:
-        """Return the sums over micro-batches and ranks; loss and sizes are named ``step/<name>``. Computed once."""
+        """Return the sums over micro-batches and ranks, loss and sizes as ``step/<name>``. They are computed once."""
         if self._totals is None:
             counts = {f"step/{name}": float(value) for name, value in self._counts.items()}
             self._totals = self._ranks.combine(counts | self._summed())
@@ -253,7 +253,7 @@ class Meter:
 
         Args:
             tokens: Tokens that pass through the layers.
-            pairs: Pairs of tokens, one of which attends to the other.
+            pairs: Pairs of tokens where one attends to the other.
             scored: Tokens for which the output layer is computed.
 
         Returns:

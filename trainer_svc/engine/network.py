@@ -1,11 +1,11 @@
 """The forward pass: a causal transformer that computes its outputs at the loss tokens of packed micro-batches.
 
-Everything but attention runs on the packed row without padding, by transformers' own code. transformers looks attention up by
-name and passes extra keyword arguments of the model call down to it. Under our name it finds `packed_attention`, which takes
-the plan of the micro-batch from the keyword `packing` and attends causally inside each sequence, in one of three ways:
+Except for attention, transformers' own code runs on the packed row without padding. transformers looks attention up by name and
+passes extra keyword arguments of the model call down to it. Under the name `PACKED_ATTENTION` it finds `packed_attention`, which
+takes the plan of the micro-batch from the keyword `packing` and attends causally inside each sequence, in one of three ways:
 
 * blocks: gather sequences of similar length into padded blocks and run PyTorch's fused causal kernel (any device);
-* prefixes: compute a beginning that samples share once (CPU);
+* prefixes: compute a shared beginning once for all samples that have it (CPU);
 * varlen: PyTorch's flash kernel for sequences of varying length, on the packed row as it is (CUDA, half precision).
 """
 
@@ -42,10 +42,10 @@ PACKED_ATTENTION = "sluice_packed"
 """The name under which transformers finds the function."""
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-"""PyTorch's kernels that never hold the scores of all pairs of tokens: all but the math one."""
+"""PyTorch's kernels that never hold the scores of all pairs of tokens: all except the math kernel."""
 
 NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether PyTorch's varlen function has an argument for fewer key-value heads than query heads; before PyTorch 2.13 it took any number without one."""
+"""Whether PyTorch's varlen function needs an argument for fewer key-value heads than query heads: it does from PyTorch 2.13 on."""
 
 WINDOW_QUERIES = 256
 """Queries of one call with a sliding window. Their mask has this many rows, and as many columns plus the window's length."""
@@ -80,15 +80,15 @@ class Network:
         model: The transformers model with float32 weights; a value head is one of its modules.
         logit_cells: Most logits (tokens x vocabulary) in memory at once.
         own_head: Whether the logits are the output embedding times the last hidden state and nothing else. Otherwise the
-            model's own forward computes all of them at once.
+            model's own forward computes all logits at once.
         value_head: The linear layer that turns a hidden state into a value; None if this process has none.
         context: The processes that share each row of tokens; None if each has its rows alone.
         root: Gathers sharded weights around the forward pass; None in a single process.
         varlen: Whether attention uses the kernel for sequences of varying length.
         files: The files of weights that are still on the "meta" device; None once they are read.
         longest_row: Most tokens of a sequence (see `trainer_svc.engine.loading.fix_frequencies`); None means any number.
-        few_lengths: Whether rows are padded to one of few numbers of tokens, for `trainer_svc.engine.cpu_kernels`.
-        head_shapes: The heads of the attention layers that this process has run in the check of packing.
+        few_lengths: Whether rows are padded so that few lengths occur, for `trainer_svc.engine.cpu_kernels`.
+        head_shapes: The heads of the attention layers that this process ran in the packing check.
     """
 
     model: PreTrainedModel
@@ -158,11 +158,11 @@ class Network:
         return self._gather(columns, own, batch)
 
     def hidden(self, batch: MicroBatch, states: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the hidden states after the last layer, shape [packed, width]; of this process's slice if a row is shared.
+        """Compute the hidden states after the last layer, shape [packed, width]; only for this process's slice if a row is shared.
 
         Rows of padding may follow. They attend to nothing, and no token attends to them.
 
-        `states` are the hidden states that the first layer of this process receives; None: it begins with the tokens' embeddings.
+        `states` is the input of this process's first layer; None: compute it by embedding the tokens.
         """
         batch, _ = self._own_slice(batch)
         with self._precision():
@@ -201,7 +201,7 @@ class Network:
 
     def _precision(self) -> torch.autocast:
         mixed = self.compute_dtype != torch.float32
-        # Each layer reads its weights once. Autocast's cache would keep the copies of all layers to the end of the pass.
+        # Each layer reads its weights once. Autocast's cache would keep the copies of all layers until the end of the pass.
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=mixed, cache_enabled=False)
 
     def _forward(self, module: torch.nn.Module, batch: MicroBatch, **options: Any) -> Any:  # noqa: ANN401  transformers' output classes
@@ -214,13 +214,13 @@ class Network:
 
 
 def _values(head: torch.nn.Module, states: torch.Tensor) -> PerToken:
-    # float32 or wider, whatever the layers compute in: a critic learns returns to more digits than bfloat16 has.
+    # float32 or wider, also if the layers compute in bfloat16: returns need more digits than bfloat16 has.
     with torch.autocast(states.device.type, enabled=False):
         return head(states if states.dtype == torch.float64 else states.float()).squeeze(-1)
 
 
 def connected(loss: Scalar, outputs: Outputs) -> Scalar:
-    """Return the loss of an empty micro-batch with a backward pass through all outputs, in which ranks exchange gradients."""
+    """Return the loss of an empty micro-batch, connected to all outputs: ranks exchange gradients in its backward pass."""
     columns = (outputs.logprobs, outputs.entropy, outputs.values)
     return loss + sum(column.sum() for column in columns if column is not None and column.requires_grad)
 
@@ -232,7 +232,7 @@ class Packing:
     Attributes:
         context: The processes that share the row; None if this process has all of it.
         varlen: Whether to use the kernel for sequences of varying length.
-        seen: Where each attention layer adds its `HeadShape`; None: nowhere.
+        seen: Set to which each attention layer adds its `HeadShape`; None: they are not collected.
     """
 
     plan: AttentionPlan
@@ -241,7 +241,7 @@ class Packing:
     seen: set[HeadShape] | None = None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # each batch has other blocks: layers are compiled around it
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # blocks differ per batch, so layers are compiled around this
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -251,21 +251,21 @@ def packed_attention(
     *,
     packing: Packing,
     scaling: float | None = None,
-    **options: Any,  # noqa: ANN401  transformers passes what some architecture needs
+    **options: Any,  # noqa: ANN401  transformers passes options that only some architectures need
 ) -> tuple[torch.Tensor, None]:
     """Attend causally inside each packed sequence.
 
     Args:
         module: The attention layer that calls.
-        query: Shape [1, heads, packed, head_dim]; of shared rows this process's slice of the packed tokens.
+        query: Shape [1, heads, packed, head_dim]; if rows are shared, this process's slice of the packed tokens.
         key: Shape [1, key-value heads, packed, head_dim].
         value: Shape [1, key-value heads, packed, value_dim]. Kernels need one size for all heads, so columns of zeros are added
-            where it is not head_dim.
-        attention_mask: Must be None: the plan says what attends to what.
+            if value_dim is not head_dim.
+        attention_mask: Must be None: the plan says which token attends to which.
         packing: How the row is packed.
         scaling: Factor on the scores; None means 1 / sqrt(head_dim).
         options: `sliding_window`, the number of tokens that a query sees (itself included; None: all earlier ones);
-            `dropout`, which must be 0; and what else the architecture passes.
+            `dropout`, which must be 0; and other options of the architecture.
 
     Returns:
         The output of shape [1, packed, heads, value_dim], and None for the weights.
@@ -322,7 +322,7 @@ def _block_attention(
 ) -> torch.Tensor:
     """Attend in blocks of sequences of similar length with PyTorch's fused kernels; shapes [packed, heads, head_dim].
 
-    Elsewhere than on a CPU these kernels need as many key-value heads as query heads, so heads are repeated.
+    Except on a CPU, these kernels need the same number of key-value heads and query heads, so key-value heads are repeated.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.device.type != "cpu":
@@ -362,7 +362,7 @@ def _causal_attention(
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Run `scaled_dot_product_attention` with a fused kernel, never the math one, which holds all scores; causal without a mask."""
+    """Run `scaled_dot_product_attention` with a fused kernel; the math kernel would hold all scores. Without a mask it is causal."""
     grouped = query.shape[1] != key.shape[1]
     try:
         with sdpa_kernel(FUSED):
@@ -389,9 +389,9 @@ def varlen_attention(
 ) -> PackedHeads:
     """Attend with the flash kernel for sequences of varying length; shapes [rows, heads, head_dim], CUDA and half precision only.
 
-    Queries are the packed rows as they are: each sequence has its own tokens as queries, and the first sequence with a shared
-    beginning has that too. Keys and values are gathered where sequences share a beginning. The kernel aligns the causal mask
-    with the last key, so that a sequence's own tokens see all of the beginning. Rows after the packed tokens are left out.
+    Queries are the packed rows as they are. A sequence's own tokens are its queries; the tokens of a shared beginning are queries
+    of the first sequence that has it. Keys and values are gathered if sequences share a beginning. The kernel aligns the causal
+    mask with the last key, so that a sequence's own tokens see the whole beginning. Rows after the packed tokens are left out.
     """
     precision = query.device.type
     dtype = torch.get_autocast_dtype(precision) if torch.is_autocast_enabled(precision) else value.dtype
@@ -416,5 +416,5 @@ def varlen_attention(
 
 
 def _grouping(query: PackedHeads, key: PackedHeads) -> dict[str, bool]:
-    """Return the argument for fewer key-value heads than query heads, if this release of PyTorch has one."""
+    """Return the argument for fewer key-value heads than query heads, if this release of PyTorch needs one."""
     return {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GROUPS else {}

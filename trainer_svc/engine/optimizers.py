@@ -1,4 +1,4 @@
-"""The optimizer step: learning rate, norm of the gradient, clipping, and AdamW or Muon beside AdamW; their state as flat tensors.
+"""The optimizer step: learning rate, norm of the gradient, clipping, and AdamW, or Muon together with AdamW; their state as flat tensors.
 
 Parameters, gradients and moments may be DTensors; each process then holds a slice.
 """
@@ -27,10 +27,10 @@ MUON_SCALES = {"rms": "match_rms_adamw", "spectral": "original"}
 """torch's names of the ways to scale Muon's steps, by the names in the settings."""
 
 HEADS = (*VALUE_HEADS, "lm_head")
-"""Modules on top of a model. AdamW trains them, like embeddings, because their outputs are no hidden states."""
+"""Modules on top of a model. AdamW trains them, like embeddings, because their outputs are not hidden states."""
 
 BUFFER_ELEMENTS = 1 << 26
-"""Weights that pass through the offload buffers at once, unless one tensor has more: 256 MiB, enough for full copy speed."""
+"""Weights that pass through the offload buffers at once: 256 MiB, enough for full copy speed. A larger tensor passes as a whole."""
 
 READ_S = 1800.0
 """Seconds that a step waits for a checkpoint to read the offloaded moments."""
@@ -72,7 +72,7 @@ def total_norm(
         gradients: Plain tensors, equal on all processes of a pipeline stage, and DTensors on any axes of the mesh.
         mesh: The processes; all of them call this.
         refused: Whether this process skips the step for another reason.
-        in_two_stages: The one gradient of which another pipeline stage has a copy.
+        in_two_stages: The gradient that another pipeline stage holds, too: that of a tied weight.
 
     Returns:
         The norm, and whether it is finite and no process refused: the same on every process.
@@ -92,7 +92,7 @@ def total_norm(
 
 
 def _counted(gradient: torch.Tensor, mesh: Mesh) -> tuple[int, torch.Tensor]:
-    """Return how many processes of this stage have this process's slice of a gradient, and the slice."""
+    """Return how many processes of this stage hold the same slice of a gradient as this process, and the slice."""
     if mesh.everyone is None:
         return 1, gradient
     copies = mesh.dims.world_size // mesh.dims.pp
@@ -105,7 +105,7 @@ def _counted(gradient: torch.Tensor, mesh: Mesh) -> tuple[int, torch.Tensor]:
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
-    """Scale a gradient down to the limit if its norm is above it."""
+    """Scale a gradient down to norm `limit` if its norm is larger."""
     factor = limit / (norm + NORM_OFFSET)
     if factor < 1.0:
         parts = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
@@ -116,7 +116,7 @@ class Optimizers:
     """One optimizer, or two; each parameter belongs to one of them.
 
     Attributes:
-        changed_lr: Peak learning rate in place of the settings' `lr`; None as long as nobody has changed it.
+        changed_lr: Peak learning rate that replaces the settings' `lr`; None as long as nobody has changed it.
     """
 
     changed_lr: float | None = None
@@ -127,7 +127,7 @@ class Optimizers:
 
     @property
     def peak_lr(self) -> float:
-        """The peak learning rate; that of Muon's matrices is `muon_lr` if the settings have one."""
+        """The peak learning rate. Muon's matrices use `muon_lr` instead if it is set."""
         return self.config.lr if self.changed_lr is None else self.changed_lr
 
     def learning_rate(self, index: int) -> float:
@@ -148,8 +148,8 @@ class Optimizers:
         """Apply the gradients. The learning rates follow from `index`, the number of optimizer steps before this one.
 
         Raises:
-            HalfAppliedError: if memory runs out after the first weights may have changed. If it runs out before, for the moments
-                of the first step, nothing has changed and the error is PyTorch's own.
+            HalfAppliedError: if memory runs out when some weights may have changed already. If it runs out earlier, while the
+                moments are allocated in the first step, nothing has changed and PyTorch's own error is raised.
         """
         factor = schedule_factor(self.config, index)
         self._add_missing_state()
@@ -165,7 +165,7 @@ class Optimizers:
             raise HalfAppliedError(f"in the middle of an optimizer step: {first_line(error)}") from error
 
     def _add_missing_state(self) -> None:
-        """Give parameters with a gradient the moments that they lack: zeros, which the first step otherwise allocates on its way."""
+        """Allocate missing moments (zeros) of parameters with a gradient, so that the step itself allocates none."""
         for part in self.parts:
             for parameter in (each for group in part.param_groups for each in group["params"]):
                 if parameter.grad is not None and not part.state.get(parameter):
@@ -182,7 +182,7 @@ class Optimizers:
         }
 
     def lend(self, named: Iterable[tuple[str, torch.nn.Parameter]], read: Event) -> set[str]:
-        """Do not change the state in host memory until `read` is set; return its names (see `tensors`)."""
+        """Keep the state in host memory unchanged until `read` is set; return its names (see `tensors`)."""
         names: set[str] = set()
         given = list(named)
         for part in self.parts:
@@ -194,11 +194,11 @@ class Optimizers:
     def make_room(
         self, named: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """Replace the state by zeros, and return them for the caller to fill. `shapes` are those of `tensors`, by name.
+        """Replace the state by zeros, and return them for the caller to fill. `shapes` has the shape of each of `tensors`, by name.
 
         Raises:
-            ValueError: if a tensor belongs to no parameter or another optimizer, is missing or has another shape. The state is
-                then unchanged.
+            ValueError: if a tensor belongs to no parameter or to another optimizer, is missing or has another shape. The state is
+                unchanged then.
         """
         owners, wanted = self.owners, dict[torch.nn.Parameter, list[str]]()
         for key, shape in shapes.items():
@@ -236,9 +236,9 @@ def _room(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, moment: st
 
 
 def build_optimizers(config: ComputeConfig, model: PreTrainedModel, device: torch.device) -> Optimizers:
-    """Build the optimizers of a model's trainable parameters. Weight decay is for matrices, not for vectors (norms, biases).
+    """Build the optimizers of a model's trainable parameters. Weight decay applies to matrices, not to vectors (norms, biases).
 
-    The model is already distributed over processes.
+    Call it after the model was distributed over processes.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = _hidden_matrices(model) if config.optimizer == "muon" else set()
@@ -263,7 +263,7 @@ def _adamw(
 ) -> torch.optim.Optimizer:
     groups: dict[object, dict[str, Any]] = {}
     for each in parameters:
-        # Fused kernels take tensors of one layout at a time.
+        # A fused kernel takes only tensors of one layout.
         mesh = each.device_mesh if isinstance(each, DTensor) else None
         decay = config.weight_decay if each.ndim >= 2 else 0.0
         groups.setdefault((mesh, each.ndim >= 2), {"params": [], "weight_decay": decay})["params"].append(each)
@@ -276,7 +276,7 @@ def _adamw(
 
 
 def _hidden_matrices(model: PreTrainedModel) -> set[torch.nn.Parameter]:
-    """Return the matrices between hidden states: all but embeddings and heads."""
+    """Return the matrices that map hidden states to hidden states: all except embeddings and heads."""
     outside = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     outside += [model.get_output_embeddings(), *(getattr(model, name, None) for name in HEADS)]
     excluded = {each for module in outside if module is not None for each in module.parameters()}
@@ -287,8 +287,8 @@ class ShardedMuon(torch.optim.Muon):  # type: ignore[misc]  # torch has no type 
     """torch.optim.Muon for plain matrices and DTensors, with the same step as for a whole matrix.
 
     torch.optim.Muon accepts DTensors too, but computes its bfloat16 matrix products in an order that depends on the layout:
-    one process and two differ by 2-4% of a step's length. Here each matrix is gathered, one at a time, and every process
-    orthogonalises the whole of it.
+    steps with one process and with two differ by 2-4% of their length. Here matrices are gathered one at a time, and every
+    process orthogonalises the whole matrix.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks"; step lengths of Liu et al., 2502.16982.
     """
@@ -317,7 +317,7 @@ class ShardedMuon(torch.optim.Muon):  # type: ignore[misc]  # torch has no type 
 
 
 def _whole_step(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return what torch's Muon adds to a matrix for this update, which includes the momentum."""
+    """Return the step that torch's Muon adds to a matrix for this update; `update` includes the momentum."""
     matrix = torch.nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     fixed = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -327,11 +327,11 @@ def _whole_step(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
 
 
 class OffloadedAdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no type for it
-    """AdamW with its moments in host memory, where it also steps; weights and gradients stay on the GPU.
+    """AdamW that keeps its moments and computes its step in host memory; weights and gradients stay on the GPU.
 
-    FSDP2's CPUOffloadPolicy moves the weights to the host as well, and back layer by layer in each forward pass. The moments of
-    a DTensor are DTensors of the same layout with their slice in host memory. This takes 8 bytes of host memory per parameter,
-    and a buffer through which weights and gradients pass, pinned if there is a GPU.
+    FSDP2's CPUOffloadPolicy, in contrast, also moves the weights to the host, and back layer by layer in each forward pass. The
+    moments of a DTensor are DTensors of the same layout with their slice in host memory. This takes 8 bytes of host memory per
+    parameter, and a buffer (pinned if there is a GPU) through which weights and gradients pass.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:  # noqa: ANN401  torch's options
@@ -361,7 +361,7 @@ class OffloadedAdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no t
         return None
 
     def lend(self, read: Event) -> None:
-        """Do not change the moments until `read` is set, so that a checkpoint can read them without a copy."""
+        """Keep the moments unchanged until `read` is set, so that a checkpoint can read them without a copy."""
         self._readers.append(read)
 
     def _step_part(self, part: list[tuple[dict[str, Any], torch.nn.Parameter]]) -> None:
@@ -421,7 +421,7 @@ def _elements(parameter: torch.nn.Parameter) -> int:
 def _parts(
     chosen: Iterable[tuple[dict[str, Any], torch.nn.Parameter]],
 ) -> Iterator[list[tuple[dict[str, Any], torch.nn.Parameter]]]:
-    """Split parameters into parts of one precision that fit the buffers; a larger parameter is a part of its own."""
+    """Split parameters into parts that have one precision and fit the buffers; a larger parameter is a part of its own."""
     part: list[tuple[dict[str, Any], torch.nn.Parameter]] = []
     filled = 0
     for each in chosen:

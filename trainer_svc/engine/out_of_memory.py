@@ -1,4 +1,4 @@
-"""What running out of memory looks like, and the token budget that is halved for a batch that did."""
+"""Recognise errors of running out of memory, and hold the token budget, which is halved for a batch that ran out of memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MemoryShortError(RuntimeError):
     """A pass ran out of memory and cannot be repeated by this process alone.
 
     Attributes:
-        at_half: Whether it ran with half of the token budget already.
+        at_half: Whether the pass already ran with half of the token budget.
         row_tokens: Forwarded tokens of the row that was alone in the largest micro-batch; 0 if no single row is at fault.
     """
 
@@ -45,9 +45,10 @@ class TokenBudget:
     """The largest number of tokens in a micro-batch.
 
     Attributes:
-        whole: What the settings say.
-        halved: Whether half of it holds, for the rest of the batch in training.
-        row_tokens: Of the newest pass: forwarded tokens of the row that is alone in the largest micro-batch; 0 if several rows are.
+        whole: The budget in the settings.
+        halved: Whether half of it applies, for the rest of the batch in training.
+        row_tokens: Forwarded tokens of the row that is alone in the largest micro-batch of the newest pass; 0 if that micro-batch
+            has several rows.
     """
 
     whole: int
@@ -56,24 +57,27 @@ class TokenBudget:
 
     @property
     def tokens(self) -> int:
-        """The budget that holds now."""
+        """The budget that applies now."""
         return max(1, self.whole // 2) if self.halved else self.whole
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on a device or in the host."""
+    """Return whether an error says that memory ran out, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | HalfAppliedError | MemoryShortError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the name of an error and the first line of its text; PyTorch adds statistics and advice."""
+    """Return the name of an error and the first line of its text. The rest is PyTorch's statistics and advice."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def free_memory() -> None:
-    """Give unused memory back to the device, so that blocks of another size fit. Call it when no exception holds the failed pass."""
+    """Give unused memory back to the device, so that blocks of another size fit.
+
+    Call it outside of the `except` block: the exception holds the activations of the failed pass.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -4,9 +4,9 @@
     stage 1      f0 f1 b0 f2 b1 ..           micro-batches as there are stages from it to the last
     stage 2         f0 b0 f1 b1 ..
 
-Micro-batches are packed rows of different lengths. Every stage has the same rows, so each knows the length of what it
-receives; the schedules of `torch.distributed.pipelining` require one size for all. Hidden states travel as float32 (float64
-for a float64 model), whatever precision the layers compute in.
+Micro-batches are packed rows of different lengths. All stages have the same rows, so a stage knows how many tokens it will
+receive. The schedules of `torch.distributed.pipelining` are not used, because they require one size for all micro-batches. Hidden
+states travel as float32 (float64 for a float64 model), whatever precision the layers compute in.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LossOf: TypeAlias = Callable[[Outputs, MicroBatch], Scalar]
 
 
 class Pipeline:
-    """Passes micro-batches through the stages of a pipeline, and this process is one stage.
+    """Passes micro-batches through the stages of a pipeline. This process is one stage.
 
-    The last stage computes the loss. It then sends its outputs to the other stages, which compute the loss again without a
+    The last stage computes the loss. Then it sends its outputs to the other stages. These compute the loss again without a
     gradient, so that every process reports the same step.
 
     Args:
@@ -57,9 +57,9 @@ class Pipeline:
         self._stage = _Stage(mesh.stages, network.width, network.device, wide=wide)
 
     def train(self, batches: Sequence[MicroBatch], loss_of: LossOf, record: StepRecord, *, entropy: Entropy) -> None:
-        """Add the gradients of the losses to those of the parameters, summed over all ranks.
+        """Add the gradients of the losses, summed over all ranks, to the parameters' gradients.
 
-        Every data-parallel rank has as many micro-batches. `loss_of` is called once for each.
+        Every data-parallel rank has the same number of micro-batches. `loss_of` is called once per micro-batch.
         """
         moved = [batch.to(self.network.device) for batch in batches]
         outputs: list[Outputs] = []
@@ -134,17 +134,17 @@ class Pipeline:
 
 
 class _InFlight(NamedTuple):
-    """The hidden states that a stage received (None on the first), and what it computed of them (the loss on the last)."""
+    """The hidden states that a stage received (None on the first), and its result from them (the loss on the last)."""
 
     states: torch.Tensor | None
     result: torch.Tensor
 
 
 _Forward = Callable[[int, torch.Tensor | None], _InFlight]
-"""Runs the forward pass of the micro-batch with a number on the hidden states that the stage received."""
+"""Takes the number of a micro-batch and the hidden states that the stage received, and runs the forward pass."""
 
 _Backward = Callable[[_InFlight, torch.Tensor | None], torch.Tensor | None]
-"""Runs the backward pass for the gradient of the result, and returns the gradient of the states."""
+"""Takes the gradient of a result, runs the backward pass, and returns the gradient of the received states."""
 
 
 class _Stage:
@@ -169,8 +169,8 @@ class _Stage:
     def train(self, tokens: Sequence[int], forward: _Forward, backward: _Backward) -> None:
         """Run the schedule: every stage calls it with the same micro-batches.
 
-        `tokens` counts those of each micro-batch whose hidden states are computed here. `forward` and `backward` are called
-        once per micro-batch, in order.
+        `tokens` has, for each micro-batch, the number of tokens whose hidden states this process computes. `forward` and
+        `backward` are called once per micro-batch, in order.
         """
         ahead = min(self._ahead, len(tokens))
         in_flight: deque[tuple[int, _InFlight]] = deque()
@@ -191,14 +191,14 @@ class _Stage:
             self.exchange(self.previous, send=backward(done, self.exchange(self.next, receive=tokens[number])))
 
     def broadcast(self, column: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's column on every stage, without its gradient; the other stages pass memory of its shape."""
+        """Return the last stage's column on every stage, without a gradient. The other stages pass memory of the same shape."""
         shared = column.detach().to(self._dtype).contiguous()
         last = dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1)
         dist.broadcast(shared, src=last, group=self._group)
         return shared
 
     def add_tied_gradients(self, tied: nn.Parameter) -> None:
-        """Add up the gradients of the first and the last stage's copies of a tied weight, so that the copies stay equal."""
+        """Sum the gradients of a tied weight's copies on the first and the last stage, so that the copies stay equal."""
         gradient = tied.grad if tied.grad is not None else torch.zeros_like(tied)
         if isinstance(gradient, DTensor):  # an embedding's gradient may be whole although its weight is sharded
             gradient = gradient.redistribute(placements=tied.placements)
@@ -212,7 +212,7 @@ class _Stage:
     def exchange(
         self, neighbour: int | None, *, send: torch.Tensor | None = None, receive: int | None = None
     ) -> torch.Tensor | None:
-        """Send a tensor to a neighbour and return as many tokens as `receive` says from it. Without a neighbour do nothing."""
+        """Send a tensor to a neighbour, receive `receive` tokens from it, and return them. Without a neighbour do nothing."""
         if neighbour is None:
             return None
         transfers: list[tuple[Callable[..., Any], torch.Tensor, int]] = []

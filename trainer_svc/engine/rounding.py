@@ -1,8 +1,8 @@
 """Store and compute the weights of a model in the precisions that `trainer_svc.precision` names.
 
-Autocast rounds the matrices of linear layers. `compute_as_served` rounds the other weights where they are read, so that it holds on
-one rank and on many, whatever FSDP gathered. Hidden states are added up in float32: measured against vLLM in bfloat16, that is
-nearer to it than bfloat16 sums are (docs/numerics.md).
+Autocast rounds the matrices of linear layers. `compute_as_served` rounds the other weights when they are read, so that one rank and
+many ranks round alike, whatever FSDP gathered. Hidden states are added up in float32: the results are nearer to vLLM in bfloat16
+than with bfloat16 sums (measured, docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NAMES: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.it
 
 
 def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store the weights that are not trained as `stored` says, in place.
+    """Store the weights that are not trained in the precision that `stored` gives, in place.
 
     Args:
-        model: Whole, before it is laid out over processes. Weights may still be on the "meta" device.
-        dtype: Of its matrices. bfloat16 changes no result of a bfloat16 forward pass, which rounds them to it anyway.
+        model: The whole model, before it is laid out over processes. Weights may still be on the "meta" device.
+        dtype: Precision of matrices. bfloat16 changes no result of a bfloat16 forward pass, which rounds them to it anyway.
     """
     for _, _, kind, weight in _weights(model):
         if not weight.requires_grad:
@@ -38,7 +38,7 @@ def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Kind, nn.Parameter]]:
-    """Yield each weight with its module, its name there and its kind. A tied one comes once for each module that has it."""
+    """Yield each weight with its module, its name there and its kind. A tied weight comes once for each module that has it."""
     for path, module in model.named_modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             if path.split(".")[-1] in VALUE_HEADS:
@@ -48,12 +48,14 @@ def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Kind, nn.Parame
 
 
 def compute_as_served(model: PreTrainedModel, dtype: torch.dtype, *, whole_logits: bool) -> None:
-    """Let the forward pass round each weight as `computed` says, in place. The caller runs it under autocast.
+    """Change the model so that its forward pass rounds each weight to the precision that `computed` gives.
+
+    The caller runs the forward pass under autocast.
 
     Args:
-        model: As it was laid out over processes.
+        model: The model, laid out over processes.
         dtype: Precision of the forward pass; float32 changes nothing.
-        whole_logits: Whether the model's own forward pass makes the logits, which it then does in float32.
+        whole_logits: Whether the model's own forward pass computes the logits. Then it computes them in float32.
     """
     if dtype == torch.float32:
         return
@@ -63,7 +65,7 @@ def compute_as_served(model: PreTrainedModel, dtype: torch.dtype, *, whole_logit
         looked_up = type(module) is nn.Embedding  # some architectures scale what they look up
         if DTYPES[computed(kind, _NAMES[dtype])] == dtype and not (looked_up or isinstance(module, nn.Linear)):
             rounded.setdefault(module, []).append(name)
-        if isinstance(module, nn.Embedding):  # rounding what is looked up is rounding the table
+        if isinstance(module, nn.Embedding):  # rounding the rows that are looked up equals rounding the table
             module.register_forward_hook(lambda _, __, output: output.to(dtype).float())
     if model.config.get_text_config()._experts_implementation == "eager":  # noqa: SLF001 - it reads all experts once for each of them
         rounded = {module: names for module, names in rounded.items() if not _stacked(module)}
@@ -77,14 +79,14 @@ def compute_as_served(model: PreTrainedModel, dtype: torch.dtype, *, whole_logit
 
 @cache
 def _reading(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> Any:  # noqa: ANN401 - classes of modules
-    """Return a class of modules whose weights of these names are read rounded. One for all layers: compiled code knows them by it."""
-    wide = issubclass(kind, nn.LayerNorm)  # on a CPU it takes weights of the precision of its input alone
+    """Return a subclass of `kind` whose weights of these names are rounded when read. All layers share it: compiled code checks classes."""
+    wide = issubclass(kind, nn.LayerNorm)  # on a CPU it takes only weights that have its input's precision
     read = {name: _rounded(name, dtype, torch.float32 if wide else dtype) for name in names}
     return type(f"Rounded{kind.__name__}", (kind,), read)
 
 
 def _rounded(name: str, dtype: torch.dtype, held: torch.dtype) -> property:
-    """Return what stands for a weight in its module: the rounded weight, or FSDP's own slice while it is not gathered."""
+    """Return a property that reads a weight of a module: the rounded weight, or FSDP's own slice while it is not gathered."""
 
     def read(module: nn.Module) -> torch.Tensor:
         weight = module._parameters[name]  # noqa: SLF001 - where torch keeps it
@@ -98,7 +100,7 @@ def _stacked(module: nn.Module) -> bool:
 
 
 class _Float32Head(nn.Linear):  # type: ignore[misc]  # torch is not typed here
-    """An output layer whose products of rounded factors are not rounded."""
+    """An output layer that rounds its factors but not their product."""
 
     rounding: torch.dtype
 

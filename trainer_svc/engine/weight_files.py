@@ -1,7 +1,7 @@
 """Weights that stay in their files until the process knows which part of them it keeps.
 
-transformers can leave a model on disk, with its parameters on the "meta" device, and reports their files. While such a model is
-checked, each module reads its own weights when it runs (`streaming`). Afterwards a process reads its part only (`read_weights`).
+transformers can leave a model on disk, with its parameters on the "meta" device, and report their files. While such a model is
+checked, each module reads its own weights when it runs (`streaming`). Afterwards a process reads only its part (`read_weights`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer_svc.engine.finite import unfit_weights
 from trainer_svc.parallel.sharding import local_slice
 
 ON_DISK = {"": "disk"}
-"""transformers' `device_map` that leaves a model in its files."""
+"""The `device_map` with which transformers leaves a model in its files."""
 
 
 class Place(NamedTuple):
@@ -60,7 +60,7 @@ class WeightFiles:
         return sorted(names)
 
     def hold(self, model: PreTrainedModel) -> bool:
-        """Return whether the files hold all unread weights of a model in its shapes; a missing value head is accepted."""
+        """Return whether the files hold all unread weights of a model in the right shapes; a missing value head is accepted."""
         shapes: dict[Place, torch.Size] = {}
         for path in {place.file for place in self.places.values()}:
             with safe_open(path, framework="pt") as file:
@@ -73,10 +73,10 @@ class WeightFiles:
 
 
 def left_on_disk(load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Load a model with its weights on the "meta" device. A new value head is an exception: it starts at 0 on the CPU.
+    """Load a model with its weights on the "meta" device, except for a new value head, which starts at 0 on the CPU.
 
     Args:
-        load: Calls `from_pretrained` with these options. It may raise ValueError or ImportError.
+        load: Calls `from_pretrained` with the options that it is given. It may raise ValueError or ImportError.
 
     Returns:
         The model and the files of its weights. None if the weights cannot stay in their files: transformers combines several
@@ -86,7 +86,7 @@ def left_on_disk(load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel,
     try:
         model = load(device_map=ON_DISK)
     except (ImportError, ValueError):
-        return None  # the caller reads the whole model, which works or raises the reason
+        return None  # the caller reads the whole model then, which succeeds or raises the reason
     places = {
         name: Place(entry["safetensors_file"], entry["weight_name"])
         for name, entry in model.get_input_embeddings()._hf_hook.weights_map.dataset.index.items()  # noqa: SLF001 - what accelerate reads from
@@ -102,7 +102,7 @@ def left_on_disk(load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel,
 
 
 def _not_about_disk(record: logging.LogRecord) -> bool:
-    return "offloaded to the" not in record.getMessage()  # it warns that weights were left on disk, which is intended
+    return "offloaded to the" not in record.getMessage()  # the warning that weights were left on disk, as intended
 
 
 def _release(model: PreTrainedModel) -> None:
@@ -116,7 +116,7 @@ def _release(model: PreTrainedModel) -> None:
 
 @contextmanager
 def streaming(model: PreTrainedModel, files: WeightFiles) -> Iterator[None]:
-    """Let each module read its weights when it runs, all into the same memory. The modules run on the CPU."""
+    """Let each module read its weights when it runs, all into the same memory, and compute on the CPU."""
     unread = {name: _unread(module) for name, module in model.named_modules()}
     largest = max(sum(each.numel() for each in own.values()) for own in unread.values())
     buffer = torch.empty(largest)
@@ -148,7 +148,7 @@ def _enter(
     module: torch.nn.Module,
     _: object,
 ) -> None:
-    """Read a module's weights into the buffer; into memory of its own (None) if other modules run inside it."""
+    """Read a module's weights into the buffer. If other modules run inside it, the buffer is None: read into new memory."""
     start = 0
     for name, unread in own.items():
         end = start + unread.numel()
@@ -165,7 +165,7 @@ def _leave(own: dict[str, torch.nn.Parameter], module: torch.nn.Module, *_: obje
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def read_weights(module: torch.nn.Module, files: WeightFiles, device: torch.device, *, below: str = "") -> None:
-    """Read this process's part of the parameters that are on the "meta" device: of DTensors the local slice."""
+    """Read this process's part of the parameters that are on the "meta" device; for DTensors only the local slice."""
     for name, parameter in module.named_parameters(prefix=below):
         if not parameter.is_meta:
             continue
