@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from trainer_svc.batch.shapes import Block, Bounds, Indices
 
 SHORT = 32
-"""Tokens. Parts and sequences up to this length share one block: a kernel call costs more than their padding."""
+"""In tokens. Parts and sequences up to this length share one block: a kernel call costs more than their padding."""
 
 WHOLE = 64
-"""Tokens. Sequences up to this length are attended whole on a CPU, too: then a few calls for all take less time than some for each prompt."""
+"""In tokens. Up to this length a CPU attends to whole sequences, too: a few calls for all take less time than some for each prompt."""
 
 WHOLE_CELLS = 4
-"""Cells of whole sequences per packed token above which the prompts that they repeat cost more than the calls."""
+"""Cells of whole sequences per packed token. Above this, repeating the prompts costs more than the additional calls."""
 
 STEPS = 8
 """Number of size classes between a power of two and the next. More classes mean less padding and more kernel calls."""
 
 
 class Crossing(NamedTuple):
-    """The samples of one prompt, which all attend to it, as ranges of the packed row.
+    """A prompt and the samples that attend to it, as ranges of the packed row.
 
     Attributes:
         keys: First token of the prompt.
@@ -46,12 +46,12 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixPlan:
-    """The packed row as parts with causal attention inside, and prompts that whole samples attend to.
+    """The packed row as parts with causal attention inside, and as prompts to which whole samples attend.
 
     Attributes:
-        blocks: Packed indices of parts of similar length, one part in a row, padded with -1.
+        blocks: Packed indices of parts of similar length, one part per row, padded with -1.
         sources: For each packed token, its place in the concatenation of the flattened blocks.
-        crossings: Which samples attend to which prompt in full.
+        crossings: Which samples attend to which whole prompt.
     """
 
     blocks: tuple[Block, ...]
@@ -63,7 +63,7 @@ class PrefixPlan:
         """Split sequences, given as packed indices in order, into shared beginnings and parts of their own.
 
         Returns:
-            The plan; None unless sequences that share a beginning follow it, one directly after the other.
+            The plan; None if the sequences that share a beginning do not lie directly after it, one after the other.
         """
         owners = np.zeros(packed_tokens, dtype=np.int64)
         for segment in segments:
@@ -99,7 +99,7 @@ class VarlenPlan:
     """Where each sequence begins and ends among the rows of queries and of keys, for a kernel of varying lengths.
 
     Attributes:
-        keys: Packed index of each row of keys; None where they are the packed rows in order.
+        keys: Packed index of each row of keys; None if the keys are the packed rows in order.
         query_bounds: Start of each sequence's queries, then the end of the last.
         key_bounds: Start of each sequence's keys, then the end of the last.
         longest_query: Most queries of a sequence.
@@ -118,7 +118,7 @@ class VarlenPlan:
         """Plan the sequences given as packed indices in order.
 
         Returns:
-            The plan; None unless each sequence's own tokens directly follow those of the sequence before it.
+            The plan; None if a sequence's own tokens do not directly follow the tokens of the sequence before it.
         """
         end = 0
         queries: list[int] = []
@@ -164,15 +164,15 @@ class AttentionPlan:
     """Which packed tokens form which sequence.
 
     Attributes:
-        blocks: Packed indices of sequences of similar length, one sequence in a row, padded with 0.
+        blocks: Packed indices of sequences of similar length, one sequence per row, padded with 0.
         sources: For each packed token, its place in the concatenation of the flattened blocks.
         longest: Tokens of the longest sequence.
-        padded_tokens: Cells of all blocks; those of `prefixes` if there is such a plan.
-        real_tokens: Cells that are not padding; in `blocks` a token that several sequences share counts for each.
-        pairs: Pairs of tokens, one of which attends to the other; each packed token counts once.
+        padded_tokens: Cells of all blocks of `prefixes`, if there is such a plan, else of `blocks`.
+        real_tokens: Cells that are not padding. In `blocks`, a token that several sequences share counts once per sequence.
+        pairs: Pairs of tokens where one attends to the other; a shared token attends once.
         prefixes: The plan for a CPU; None if the sequences do not lie as `PrefixPlan.of` requires, or are so short that attending
-            to them whole takes less time.
-        varlen: The plan for the kernel of varying lengths; None likewise.
+            to whole sequences takes less time.
+        varlen: The plan for the kernel of varying lengths; None if the sequences do not lie as `VarlenPlan.of` requires.
     """
 
     blocks: tuple[Block, ...]
@@ -209,7 +209,7 @@ class AttentionPlan:
         )
 
     def to(self, device: torch.device) -> Self:
-        """Copy the indices that a device's kernels read to that device; see `to_device`. The prefixes stay: only a CPU reads them."""
+        """Copy the indices that a device's kernels read to that device; see `to_device`. `prefixes` is not copied: only a CPU reads it."""
         return replace(
             self,
             blocks=tuple(to_device(block, device) for block in self.blocks),
@@ -219,7 +219,7 @@ class AttentionPlan:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to a device from pinned memory, so that the host does not wait; return it as it is for the CPU."""
+    """Copy a CPU tensor to a device from pinned memory, so that the host does not wait. If the device is the CPU, return the tensor itself."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -245,13 +245,13 @@ def _blocks(
 
 
 def _part_size_class(length: int) -> int:
-    """Return the longest part that lies in one block with a part of this length."""
+    """Return the length of the longest part that may share a block with a part of this length."""
     step = max(SHORT, (1 << (length - 1).bit_length()) // (2 * STEPS)) if length > 1 else SHORT
     return -(-length // step) * step
 
 
 def _sequence_size_class(length: int) -> int:
-    """Return the longest sequence that lies in one block with one of this length: powers of two and the middles between them.
+    """Return the length of the longest sequence that may share a block with one of this length: a power of two, or midway between two.
 
     These classes are coarser than those of parts: on a GPU a kernel call costs more than padding.
     """

@@ -1,4 +1,4 @@
-"""Training rows, micro-batches of them without padding, and what a network says about a micro-batch.
+"""Training rows, micro-batches of rows without padding, and a network's outputs for a micro-batch.
 
 A micro-batch is one row of tokens. Sequences lie in it one after another, each with its own position ids and its own
 causal attention. Sequences of one group that begin alike (samples of one prompt) share that beginning: its tokens are
@@ -42,7 +42,7 @@ OPTIONAL_COLUMNS = (
     "token_rewards",
     "kept",
 )
-"""Columns that only some objectives need. A micro-batch has those that all of its sequences have."""
+"""Columns that only some objectives need. A micro-batch has such a column if all of its sequences have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +52,21 @@ class TrainingRow:
     Attributes:
         input_ids: Prompt, observations and sampled tokens in order.
         loss_mask: True where the policy sampled the token and it may be trained.
-        behaviour_logprobs: Log-probability of each sampled token (nats, after temperature) under the policy that sampled it; NaN elsewhere.
+        behaviour_logprobs: Log-probability of each sampled token (nats, after temperature) under the policy that sampled it; NaN at other
+            tokens.
         advantages: Advantage of each token; read where `loss_mask` is set.
         proximal_logprobs: Log-probability under the trainer's weights at the start of the update (decoupled form).
         proximal_share: The share a of the log-linear proximal policy, log o = log b + a (log t - log b).
         reference_logprobs: Log-probability under the frozen reference policy, for a KL term.
         teacher_logprobs: Log-probability under a teacher, for distillation.
-        values: The critic's value of the state before each token, when the update began.
+        values: The critic's value of the state before each token at the start of the update.
         returns: Target of the critic at each token.
-        token_rewards: Reward at each token, where the environment gives them.
-        kept: False takes a token out of the numerator of the loss; the denominators count it.
+        token_rewards: Reward at each token, if the environment gives such rewards.
+        kept: False takes a token out of the numerator of the loss; the denominators still count it.
         versions: Which policy version sampled which tokens, by increasing start.
-        reward: Scalar reward of the episode; None where it is missing.
+        reward: Scalar reward of the episode; None if it is missing.
         truncated: Whether a length limit ended the episode.
-        group_loss_tokens: Loss tokens of its group over all ranks; 0 where the group lies on one rank.
+        group_loss_tokens: Loss tokens of its group over all ranks; 0 if the group lies on one rank.
         temperature: Sampling temperature; logits are divided by it before the log-softmax.
         group_id: Identifies the group of episodes of one task; "" means no group.
         episode_id: The attempt that this sequence belongs to.
@@ -120,21 +121,22 @@ class TrainingRow:
     @property
     def loss_tokens(self) -> int:
         """The number of tokens in the loss."""
-        return int(np.count_nonzero(self.loss_mask.numpy()))  # a tenth of what PyTorch takes for rows as short as these
+        return int(np.count_nonzero(self.loss_mask.numpy()))  # for such short rows, a tenth of PyTorch's time
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences packed into one row, with what the loss needs about each loss token.
+    """Sequences packed into one row, with the columns that the loss reads at each loss token.
 
     Attributes:
         sequences: The sequences inside, in packed order.
-        order: Their places in the list that was packed.
+        order: The places of the sequences in the list that was packed.
         position_ids: Position of each packed token in its own sequence.
         predictors: Packed index of the token whose output predicts each loss token.
-        owners: Index into `sequences` of each loss token.
-        sequence_tokens: Loss tokens of the sequence of each loss token.
-        group_tokens: Loss tokens of the group of each loss token, over all ranks; of its sequence if the group was not counted.
+        owners: Index of each loss token's sequence in `sequences`.
+        sequence_tokens: For each loss token, the number of loss tokens of its sequence.
+        group_tokens: For each loss token, the number of loss tokens of its group over all ranks; of its sequence if the group was
+            not counted.
         predictor_places: A copy of `predictors` that stays in host memory, so that context parallelism can size its slices
             without waiting for the device.
 
@@ -184,12 +186,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a network computes for each loss token of a micro-batch, with gradients; float32 or wider.
+    """A network's outputs at each loss token of a micro-batch, with gradients; float32 or wider.
 
     Attributes:
         logprobs: Log-probability of each token under the current weights, after temperature, in nats; None if the
             network has a value head only.
-        entropy: Entropy of the distribution at each token, in nats; None unless it was asked for.
+        entropy: Entropy of the distribution at each token, in nats; None if it was not requested.
         values: Value of the state before each token; None without a value head.
     """
 
@@ -211,7 +213,7 @@ LossFn: TypeAlias = Callable[[Outputs, MicroBatch], tuple[Scalar, dict[str, Scal
 """Returns the sum of the losses of a micro-batch's tokens, and named sums for the report (``max_...``: maxima)."""
 
 LossWeight: TypeAlias = Callable[[Sequence[TrainingRow]], float]
-"""Returns what these sequences contribute to the divisor of the summed loss. The contributions of all ranks add up."""
+"""Returns the contribution of these sequences to the divisor of the summed loss. The contributions of all ranks are added."""
 
 
 def count_loss_tokens(sequences: Sequence[TrainingRow]) -> float:
@@ -220,7 +222,7 @@ def count_loss_tokens(sequences: Sequence[TrainingRow]) -> float:
 
 
 def tokens_to_forward(sequence: TrainingRow) -> Ids:
-    """Return the tokens that a loss token depends on: all before the last loss token."""
+    """Return the tokens on which any loss token depends: all tokens before the last loss token."""
     trained = np.flatnonzero(sequence.loss_mask.numpy())
     ids: Ids = sequence.input_ids.numpy()
     return ids[: trained[-1] if trained.size else 0]
@@ -252,10 +254,10 @@ def pack(
 
     Tokens after the last loss token are not forwarded, because no loss depends on them, and sequences without loss tokens are
     left out. A sequence longer than the budget gets a micro-batch of its own and is never cut. `fold` forwards the common
-    beginning of a group's sequences once; `whole_groups` never splits a group, for losses that compare its sequences.
+    beginning of a group's sequences once. `whole_groups` never splits a group, for losses that compare the sequences of a group.
 
     Returns:
-        Micro-batches. The same input always gives the same packing.
+        The micro-batches. The same input always gives the same packing.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; give at least 1")
@@ -274,9 +276,9 @@ def pack(
 
 
 def empty_batch(ranks: int = 1) -> MicroBatch:
-    """Return a micro-batch without sequences or loss tokens, for a rank that has no rows left while others have.
+    """Return a micro-batch without sequences or loss tokens, for a rank that has no rows left while other ranks have some.
 
-    It has two tokens for each of the `ranks` that share a row: torch.compile would compile layers again for a single token.
+    It has two tokens for each of the `ranks` that share a row, because torch.compile would compile layers again for a single token.
     """
     zeros = torch.zeros(2 * ranks)
     columns = {name: zeros.bool() if name == "kept" else zeros for name in OPTIONAL_COLUMNS}
@@ -347,7 +349,7 @@ def _micro_batch(sequences: Sequence[TrainingRow], inputs: list[Ids], units: lis
 
 
 def _loss_tokens(members: tuple[TrainingRow, ...], segments: list[Ids]) -> dict[str, Any]:
-    """Return what the loss reads about each loss token, sequence by sequence."""
+    """Return the columns that the loss reads at each loss token, sequence by sequence."""
     places = [np.flatnonzero(sequence.loss_mask.numpy()) for sequence in members]
     counts = torch.tensor([len(place) for place in places])
     of_groups = torch.tensor([s.group_loss_tokens or len(p) for s, p in zip(members, places, strict=True)])

@@ -1,8 +1,8 @@
-"""What is on disk of batches: the record of those that were applied, and notes of those that ran out of memory.
+"""Batches on disk: a record of the batches that were applied, and notes of batches that ran out of memory.
 
-The record has the outcome of every trajectory, in append-only files (`sluice.batch_record` has their form). A batch is appended when
-it is applied, and on disk before anyone learns of it. A checkpoint notes where the files end. After a restart the record answers
-what became of the batches that the weights hold; `sluice audit` reads it as a whole and compares it with the orchestrator's journal.
+The record has the outcome of every trajectory, in append-only files (format: `sluice.batch_record`). A batch is appended when it is
+applied, and is on disk before the trainer reports it. A checkpoint notes where the files end. After a restart the record tells the
+outcome of the batches that the weights hold. `sluice audit` reads the whole record and compares it with the orchestrator's journal.
 Nothing is ever removed: a trajectory takes about 37 bytes. Batches that a restart rolled back stay, under the version of the epoch
 that applied them.
 """
@@ -30,10 +30,10 @@ from trainer_svc.checkpoint.saver import sync_directory, write_durably
 from trainer_svc.engine.out_of_memory import MemoryShortError
 
 FILE_BYTES = 16 << 20
-"""Size at which a new file is begun: some hundred batches of 512 trajectories."""
+"""Size at which a new file is started: some hundred batches of 512 trajectories."""
 
 KEPT_REPORTS = 1024
-"""Batches whose outcome WatchSteps reports, as the contract says."""
+"""Number of newest batches whose outcome WatchSteps can report, as the contract says."""
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +42,7 @@ class BatchRecordFiles:
     """Append batches, and find the batches that some weights contain. Every method blocks.
 
     Args:
-        directory: Holds the files; made when the first batch is appended.
+        directory: Directory of the files; created when the first batch is appended.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -66,7 +66,7 @@ class BatchRecordFiles:
         except OSError as error:
             fault = error
         if fault is not None:
-            self.close()  # the next append cuts a torn frame off
+            self.close()  # the next append removes a torn frame
             raise SluiceError.resource_exhausted(
                 "BATCH_RECORD_NOT_WRITTEN",
                 f"batch {record.batch_id!r} could not be recorded as applied ({fault}): free space below {self.directory}, then"
@@ -75,10 +75,10 @@ class BatchRecordFiles:
             ) from fault
 
     def position(self) -> checkpoint_pb2.BatchRecordPosition | None:
-        """Return where the record ends, and cut a torn frame off first; None if nothing was ever appended.
+        """Remove a torn frame, then return where the record ends; None if nothing was ever appended.
 
         Raises:
-            OSError: if the disk refuses.
+            OSError: if reading or writing fails.
         """
         if not record_paths(self.directory):
             return None
@@ -88,7 +88,7 @@ class BatchRecordFiles:
         )
 
     def held_by(self, version: Version, lineage: Lineage, most: int) -> list[checkpoint_pb2.BatchRecord]:
-        """Return the newest batches, at most `most`, that the weights of a version contain: oldest first, without a gap.
+        """Return the newest batches that the weights of a version contain, at most `most`: oldest first, without a gap.
 
         Raises:
             SluiceError: UNAVAILABLE if a file cannot be read.
@@ -125,7 +125,7 @@ class BatchRecordFiles:
             self._file = None
 
     def _open(self) -> FileIO:
-        """Return the file to append to. Cut off a torn frame at its end; begin a new file when it is full."""
+        """Return the file to append to. Remove a torn frame at its end; start a new file if it is full."""
         if self._file is None:
             paths = record_paths(self.directory)
             if paths:
@@ -153,21 +153,21 @@ class BatchRecordFiles:
         return opened
 
 
-# Batches that ran out of memory where their training cannot be repeated on the spot: because other ranks wait in a collective of the
-# failed pass, or an optimizer has changed some of the weights.
+# Batches that ran out of memory and cannot be repeated at once, because other ranks wait in a collective of the failed pass, or an
+# optimizer has already changed some of the weights.
 #
-#     runs out                  the epoch ends, and several ranks start again; the next epoch trains the batch with half the token budget
-#     runs out with half of it  the next epoch refuses the batch: the rows that do not fit alone, or all of it if no row is at fault
+#     first time                      the epoch ends (several ranks restart); the next epoch trains the batch with half the token budget
+#     again, with half the budget     the next epoch refuses the batch: the rows that do not fit alone, or the whole batch if none is at fault
 #
 # The next epoch begins from weights before the batch. Each rank notes a shortage in a file, because its process may end next.
 
 
 class MemoryShortages:
-    """The batches that ran out of memory and are not applied. Every method blocks.
+    """The batches that ran out of memory and are not applied yet. Every method blocks.
 
     Args:
-        directory: Where the files are, which all ranks share.
-        rank: This process.
+        directory: Directory of the files, shared by all ranks.
+        rank: Rank of this process.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -213,11 +213,11 @@ class MemoryShortages:
             self._forget()
 
     def check(self, batch_id: str, rows: Sequence[TrainingRow | None]) -> None:
-        """Refuse a batch that does not fit with half the token budget. It is then forgotten: sent again, it gets another try.
+        """Refuse a batch that did not fit with half the token budget, and forget it: if it is sent again, it gets another try.
 
         Args:
             batch_id: The batch.
-            rows: The training row of each of its trajectories; None for those that are not trained.
+            rows: The training row of each of its trajectories; None for a trajectory that is not trained.
 
         Raises:
             SluiceError: INVALID_ARGUMENT if some rows are too long, with their places; FAILED_PRECONDITION if no row is at fault.
@@ -252,5 +252,5 @@ class MemoryShortages:
 
 
 def _weight(note: MemoryShortage) -> tuple[bool, bool, int]:
-    """Order what ranks note of one batch: a second failure counts more than a first; of rows, the shortest that does not fit."""
+    """Order the ranks' notes on one batch: a second failure counts more than a first, and a shorter row that does not fit more than a longer one."""
     return note.at_half, note.row_tokens > 0, -note.row_tokens

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which are complete, which are kept, and which one training continues from."""
+"""The checkpoints of one run: which are complete, which are kept, and from which one training continues."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trainer_svc.engine.engine import TrainEngine
 log = structlog.get_logger(__name__)
 
 KEPT = "kept.json"
-"""File beside the checkpoints that names the one that always stays."""
+"""File beside the checkpoints with the name of the checkpoint that is never removed."""
 
 
 class Checkpoints:
     """The checkpoints and the epochs of one run. Every method blocks.
 
     Args:
-        directory: Holds one directory per checkpoint; made when the first one is written.
-        keep: Complete checkpoints that stay.
+        directory: Holds one directory per checkpoint; created when the first one is written.
+        keep: Number of complete checkpoints to keep.
         saver: Writes and reads them.
         epochs: File that notes where each epoch began; None for a run that has one epoch.
     """
@@ -44,7 +44,7 @@ class Checkpoints:
         self._epochs = epochs
 
     def read_lineage(self) -> None:
-        """Read the epochs from the run's file and from its checkpoints, which may have been moved here without that file.
+        """Read the epochs from the run's file and from the checkpoints, which may have been moved here without that file.
 
         Raises:
             SluiceError: DATA_LOSS if the file is damaged.
@@ -64,18 +64,18 @@ class Checkpoints:
         self.lineage = known
 
     def begin_epoch(self, epoch: int, origin: Version, *, write: bool) -> None:
-        """Add an epoch. With `write`, which one process of a run sets, also note it on disk."""
+        """Add an epoch. With `write`, also note it on disk; only one process of a run sets it."""
         self.lineage = self.lineage.begin(epoch, origin)
         if write and self._epochs is not None:
             self._epochs.parent.mkdir(parents=True, exist_ok=True)
             write_durably(self._epochs, _lineage_message(self.lineage).SerializeToString())
 
     def complete(self) -> list[checkpoint_pb2.CheckpointManifest]:
-        """Return the manifests of the complete checkpoints, newest version first; `load` verifies their content."""
+        """Return the manifests of the complete checkpoints, newest version first. Only `load` verifies their content."""
         return complete_checkpoints(self.directory)
 
     def incomplete(self) -> dict[str, str]:
-        """Return what is wrong with each directory that looks like a checkpoint and is none, by its name."""
+        """Return what is wrong with each directory that looks like a checkpoint but is not complete, by its name."""
         problems = {}
         for path in sorted(self.directory.glob("step_*")):
             manifest = read_manifest(path / MANIFEST)
@@ -98,7 +98,7 @@ class Checkpoints:
         return next(iter(self.to_continue_from()), None)
 
     def sweep(self) -> None:
-        """Remove what interrupted writes left behind, and warn of what is no checkpoint. Call it while none is being written."""
+        """Remove leftovers of interrupted writes, and warn of incomplete checkpoints. Call it while no checkpoint is being written."""
         for path in list(self.directory.glob(".step_*")):
             recover(self.directory / path.name.split(".")[1])
             if path.is_dir() and not path.is_symlink():
@@ -115,9 +115,9 @@ class Checkpoints:
         export: Export | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> Future[checkpoint_pb2.CheckpointManifest]:
-        """Copy the state, write it in the background, and remove the checkpoints beyond those to keep.
+        """Copy the state, write it in the background, and remove surplus checkpoints.
 
-        The manifest's version names the checkpoint. Arguments, errors and result are those of `Saver.begin`.
+        The manifest's version names the checkpoint. For arguments, errors and result see `Saver.begin`.
         """
         version = origin_of(manifest)
         manifest.checkpoint.name = f"step_{version.number}"
@@ -128,10 +128,12 @@ class Checkpoints:
         )
 
     def written(self, version: Version, journal_position: int) -> checkpoint_pb2.CheckpointManifest | None:
-        """Return the checkpoint of a version if there is one; if the given journal position is later, note it and the epochs so far.
+        """Return the checkpoint of a version, if there is one. Update its manifest if the given journal position is later than its own.
+
+        The update notes the position and the epochs so far.
 
         Raises:
-            OSError: if the position cannot be noted, or the checkpoint before takes too long.
+            OSError: if the manifest cannot be written, or the previous checkpoint takes too long.
         """
         self.saver.wait()
         existing = self.find(f"step_{version.number}")
@@ -144,7 +146,7 @@ class Checkpoints:
         return existing
 
     def kept(self) -> str:
-        """Return the name of the checkpoint that stays however many newer ones there are; empty without one."""
+        """Return the name of the checkpoint that is never removed; empty if there is none."""
         try:
             kept = json_format.Parse((self.directory / KEPT).read_text(), checkpoint_pb2.KeptCheckpoint())
         except (OSError, json_format.ParseError):
@@ -152,7 +154,7 @@ class Checkpoints:
         return kept.name
 
     def keep_always(self, name: str, reason: str) -> None:
-        """Let a checkpoint stay, in place of the one before.
+        """Mark a checkpoint as never to be removed, in place of the one marked before.
 
         Raises:
             SluiceError: NOT_FOUND if there is no complete checkpoint of this name.
@@ -166,7 +168,7 @@ class Checkpoints:
         log.info("checkpoint stays", name=name, reason=reason)
 
     def load(self, manifest: checkpoint_pb2.CheckpointManifest, engines: Mapping[str, TrainEngine]) -> None:
-        """Put the state of a checkpoint back; errors are those of `Saver.load`."""
+        """Restore the state of a checkpoint; for errors see `Saver.load`."""
         self.saver.load(self.directory / manifest.checkpoint.name, engines)
 
     def _prune(self, written: Version, known: Lineage) -> None:
@@ -188,16 +190,16 @@ class Checkpoints:
 def surplus(
     complete: Sequence[checkpoint_pb2.CheckpointManifest], written: Version, known: Lineage, keep: int
 ) -> list[checkpoint_pb2.CheckpointManifest]:
-    """Return those of the complete checkpoints (newest first) to remove, after one was written. Pure.
+    """Return the complete checkpoints (newest first) to remove, after one was written. Pure.
 
-    Keep the newest ones that the written version descends from. Keep those that a rollback left behind only while there
-    are fewer than `keep` others.
+    Keep the newest checkpoints from which the written version descends. Keep checkpoints that a rollback left behind only while
+    there are fewer than `keep` others.
     """
     return sorted(complete, key=lambda each: known.is_retired(origin_of(each), written))[keep:]
 
 
 def origin_of(manifest: checkpoint_pb2.CheckpointManifest | None) -> Version:
-    """Return the version that a checkpoint was written at; the base model's for None."""
+    """Return the version at which a checkpoint was written; for None, the base model's version."""
     return BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)
 
 

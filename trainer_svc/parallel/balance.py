@@ -1,14 +1,13 @@
 """Distribute rows over data-parallel ranks so that all ranks compute about equally much. Pure.
 
-A step takes as long as its slowest rank. A row costs the floating-point operations of its forward pass: linear layers by
-tokens, attention by pairs of tokens. Rows of a group on one rank forward their common beginning once. `balance` therefore
-tries whole groups, halves of groups, quarters and so on down to single rows, and picks the distribution whose slowest rank
-has the least to compute.
+A step takes as long as its slowest rank. The cost of a row is the floating-point operations of its forward pass: linear layers
+by tokens, attention by pairs of tokens. Rows of a group that are on one rank forward their common beginning only once.
+`balance` therefore tries to distribute whole groups, halves of groups, quarters and so on down to single rows. It picks the
+distribution whose slowest rank has the least to compute.
 
-Each distribution assigns the heaviest part first, always to the rank with the least so far (longest processing time first,
-Graham 1969). The slowest rank
-then has at most the mean of all ranks, counting every row as forwarded alone, plus (1 - 1 / ranks) of the heaviest row; with
-`whole_groups`, of the heaviest group.
+Each distribution assigns the heaviest part first, always to the rank with the least work so far (longest processing time first,
+Graham 1969). If every row counts as forwarded alone, the slowest rank then has at most the mean of all ranks plus
+(1 - 1 / ranks) of the heaviest row; with `whole_groups`, of the heaviest group.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Cost:
 
     Attributes:
         token: For one token in the linear layers.
-        pair: For one token that attends to another.
+        pair: For one pair of tokens, where one attends to the other.
         loss_token: For one loss token in the output layer.
     """
 
@@ -54,9 +53,9 @@ class Cost:
         """Return the cost for a decoder's configuration; `TOKENS` if the configuration lacks one of `SIZES`.
 
         Args:
-            model: A transformers configuration. Experts count as one MLP. Of layers with different sizes the mean is taken.
+            model: A transformers configuration. Experts count as one MLP. If layers have different sizes, the mean is taken.
         """
-        if getattr(model, "is_heterogeneous", False):  # such a configuration refuses to name the sizes that differ
+        if getattr(model, "is_heterogeneous", False):  # it raises if asked for a size that differs by layer
             costs = [cls.of(model.per_layer_config[number]) for number in range(model.num_hidden_layers)]
             return cls(*(fmean(each) for each in zip(*map(astuple, costs), strict=True)))
         sizes = [getattr(model, name, None) for name in SIZES]
@@ -76,7 +75,7 @@ TOKENS = Cost(1.0)
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The cost of a row: of the tokens that it shares with its group, which count once per rank, and of the rest."""
+    """The cost of a row. `shared`: the beginning that it shares with its group, which counts once per rank; `own`: the rest."""
 
     group: int
     shared: float
@@ -95,10 +94,10 @@ def balance(
     """Distribute rows over ranks.
 
     With `fold` a rank forwards a group's common beginning once. `whole_groups` never splits a group over ranks, for losses that
-    compare its rows. Rows that do not contribute to the gradient are not forwarded and cost nothing.
+    compare the rows of a group. Rows that do not contribute to the gradient are not forwarded and cost nothing.
 
     Returns:
-        The places of each rank's rows, ascending. The same rows always give the same result.
+        The places of each rank's rows, in ascending order. The same rows always give the same result.
 
     Raises:
         ValueError: if there are no ranks.
@@ -157,7 +156,7 @@ def _distribute(weighed: Sequence[_Row], parts: Sequence[list[int]], ranks: int)
 
 
 def _load(weighed: Sequence[_Row], places: Iterable[int]) -> float:
-    """Return the cost of rows together: the common beginning of each group counts once."""
+    """Return the cost of rows on one rank: the common beginning of each group counts once."""
     shared: dict[int, float] = {}
     own = 0.0
     for place in places:

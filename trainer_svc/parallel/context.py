@@ -1,8 +1,8 @@
 """Context parallelism: the processes of a group share each packed row of tokens (Ulysses, arXiv 2309.14509).
 
 Outside of attention each process holds an equal slice of the row's tokens. Attention needs all tokens of a sequence, but its
-heads are independent. Before attention the processes therefore exchange data, so that each has all tokens for some of the
-heads; after attention they exchange back. Attention itself runs as in one process, on the whole packed row.
+heads are independent. Before attention the processes therefore exchange data, so that each process has all tokens for some of
+the heads; after attention they exchange back. Attention itself runs on the whole packed row, as it does in a single process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Context:
         """
         width = self.width(batch)
         start = width * dist.get_rank(self.group)
-        # Computed on the host, because shapes depend on their number: reading it from the device would wait.
+        # Computed on the host: shapes depend on the number of places, and reading it from the device would make the host wait.
         places = np.flatnonzero((batch.predictor_places >= start) & (batch.predictor_places < start + width))
         own = to_device(torch.from_numpy(places), batch.predictors.device)
         part = replace(
@@ -65,7 +65,7 @@ class Context:
 
         Args:
             columns: Outputs at the loss tokens of this slice; every process has None in the same places.
-            own: The places of these loss tokens among all.
+            own: The places of this slice's loss tokens among all loss tokens.
             tokens: Number of all loss tokens.
         """
         given = [column for column in columns if column is not None]
@@ -77,14 +77,14 @@ class Context:
 
         Args:
             states: Queries, keys and values of shape [1, heads, slice, head_dim]. The number of query heads is a multiple of
-                the number of processes; key-value heads are repeated if theirs is not.
+                the number of processes. Key-value heads are repeated if their number is not.
             tokens: Tokens of the row without the padding after its end.
 
         Returns:
             Shape [1, own heads, tokens, head_dim] each.
         """
         repeated = [each.repeat_interleave(math.lcm(each.shape[1], self.size) // each.shape[1], 1) for each in states]
-        # One exchange for all of them: [process, its heads of each, slice, head_dim].
+        # One exchange for queries, keys and values: [process, its heads of all three, slice, head_dim].
         parts = torch.cat([each[0].unflatten(0, (self.size, -1)) for each in repeated], 1)
         whole = _Exchange.apply(parts, self.group).transpose(0, 1).flatten(1, 2).unsqueeze(0)[:, :, :tokens]
         return list(whole.split([each.shape[1] // self.size for each in repeated], 1))
@@ -104,7 +104,7 @@ class Context:
 
 
 def _slice(row: torch.Tensor, start: int, width: int) -> torch.Tensor:
-    """Return `width` cells of a row of shape [1, packed], padded after its end with zeros, which belong to no sequence."""
+    """Return `width` cells of a row of shape [1, packed]. Cells after its end are zeros, which belong to no sequence."""
     part = row[:, start : start + width]
     cells = row.new_zeros((1, width))  # a copy: torch.compile would compile layers again for a view's strides
     cells[:, : part.shape[1]] = part
@@ -112,7 +112,7 @@ def _slice(row: torch.Tensor, start: int, width: int) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
-    """Put the rows of all slices in their places. As every process computes the whole loss, each keeps its slice's gradient only."""
+    """Put the rows of all slices in their places. Every process computes the whole loss, so it keeps only its own slice's gradient."""
 
     @staticmethod
     def forward(
@@ -135,7 +135,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
-    """Send row i to process i, and receive a row from each. This is its own inverse and transpose."""
+    """Send row i to process i, and receive a row from each process. This operation is its own inverse and its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # noqa: ANN401

@@ -26,23 +26,23 @@ from trainer_svc.compute_config import MESH_AXES, ParallelConfig, ParallelDims
 T = TypeVar("T")
 
 WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Axes of the device mesh that weights are laid out on; the processes of `fsdp`, `dp_shard` x `cp`, share one copy."""
+"""Axes of the device mesh that weights are laid out on. The `dp_shard` x `cp` processes of axis `fsdp` share one copy of the weights."""
 
 DIGEST_BYTES = 7
 """Size of a digest of rows, which is a positive int64."""
 
 ASKED, ANSWER, CONFIRMED = "meeting/asked/{}", "meeting/answer/{}/{}", "meeting/confirmed/{}/{}"
-"""Keys of a start: question of a rank; answer to a rank's question; a rank's confirmation of a start."""
+"""Keys in the store when processes start: a rank's question, the answer to it, and the rank's confirmation."""
 
 POLL_S = 0.02
-"""Seconds between two checks by rank 0 which processes have started."""
+"""Seconds between two checks of rank 0 for processes that have started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """A group of ranks, seen from one of them.
 
-    Every rank makes the same calls. All raise RuntimeError if a rank has died or does not answer within the group's timeout.
+    Every rank makes the same calls. All methods raise RuntimeError if a rank has died or does not answer within the group's timeout.
 
     Attributes:
         group: A CPU group with one process per rank; None: a single process.
@@ -61,7 +61,7 @@ class Ranks:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums over the ranks; for names that begin with ``max_`` the maximum. All ranks give the same names."""
+        """Return the sums over the ranks, or the maximum for names that begin with ``max_``. All ranks give the same names."""
         if self.group is None:
             return dict(values)
         names = sorted(values)
@@ -73,7 +73,7 @@ class Ranks:
         return {name: float(each[place]) for place, (name, each) in enumerate(zip(names, chosen, strict=True))}
 
     def combine(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return `total` for names that may differ between ranks; a rank without a name contributes nothing to it."""
+        """Return `total` for names that may differ between ranks; a rank that lacks a name contributes nothing to it."""
         names = {
             name for answer in self.exchange("\n".join(values).encode()) for name in answer.decode().split("\n") if name
         }
@@ -83,7 +83,7 @@ class Ranks:
         """Return the rows of all ranks, in the order of ranks. Ranks may have different numbers of rows.
 
         Args:
-            rows: A CPU tensor of the same dtype, and the same shape but for the first dimension, on every rank.
+            rows: A CPU tensor. All ranks have the same dtype and, except for the first dimension, the same shape.
         """
         if self.group is None:
             return rows
@@ -96,7 +96,7 @@ class Ranks:
         return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
     def exchange(self, content: bytes) -> list[bytes]:
-        """Return the content of every rank, by rank."""
+        """Return the contents of all ranks, in the order of ranks."""
         if self.group is None:
             return [content]
         lengths = self.gather(torch.tensor([len(content)])).tolist()
@@ -125,8 +125,8 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> T:
 
     Raises:
         Exception: what `work` raised on this rank.
-        OtherRankRefusedError: if another rank raised ValueError (the first one that raised anything is named).
-        OtherRankError: if another rank raised any other exception.
+        OtherRankRefusedError: if the first other rank that raised has raised ValueError.
+        OtherRankError: if it has raised any other exception.
         RuntimeError: if a rank has died or does not answer within the group's timeout.
     """
     if ranks.size == 1:
@@ -153,7 +153,7 @@ class Mesh:
         device: Where this process computes: "cpu", or its own CUDA device.
         ranks: The data-parallel ranks, which have different rows; a CPU group for numbers.
         weights: Device mesh of `WEIGHT_AXES`; None for one process.
-        context: The processes that share this one's packed rows; None if it has whole rows.
+        context: The processes that share packed rows with this one; None if it has whole rows.
         stages: The pipeline stages of this process's rows, in order; None without a pipeline.
         everyone: All processes; a CPU group for numbers and bytes.
     """
@@ -179,18 +179,18 @@ class Mesh:
 
     @property
     def data(self) -> DeviceMesh | None:
-        """The axis that FSDP shards over, or the two axes that it replicates and shards over; None for one process."""
+        """The axis that FSDP shards over, or two axes: one to replicate over, one to shard over. None for one process."""
         if self.weights is None or self.dims.dp_shard * self.dims.cp * self.dims.dp_replicate == 1:
             return None
         return self.weights["fsdp"] if self.dims.dp_replicate == 1 else self.weights["dp_replicate", "fsdp"]
 
     def check_same_rows(self, sequences: Sequence[TrainingRow]) -> None:
-        """Compare the rows of processes that share a forward pass: with different rows they would hang or compute nonsense.
+        """Check that processes which share a forward pass have the same rows. With different rows they would hang or compute nonsense.
 
         All processes call this.
 
         Raises:
-            ValueError: on every process, if processes that share rows (tp, cp, pp) have different ones.
+            ValueError: on every process, if processes that have to share rows (tp, cp, pp) have different rows.
         """
         largest = 1 << (8 * DIGEST_BYTES)
         groups = self.dims.data_parallel
@@ -222,10 +222,10 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
     """Join the other processes of this trainer, as torchrun's environment variables describe them.
 
     Call it once per process before any other use of `torch.distributed`, and `Mesh.leave` at the end. Without torchrun
-    (no `WORLD_SIZE` in the environment) it returns `SINGLE`. `device` auto takes CUDA if there is a device.
+    (no `WORLD_SIZE` in the environment) return `SINGLE`. `device` auto takes CUDA if there is a device.
 
     Raises:
-        ValueError: if the axes do not make up the number of processes, or this host has more processes than CUDA devices.
+        ValueError: if the product of the axes is not the number of processes, or this host has more processes than CUDA devices.
         torch.distributed.DistError: if the other processes do not join within `config.timeout_s`.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -238,8 +238,8 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
         store = _fresh_store(timeout)
         place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": world_size}
         backend = "cuda:nccl,cpu:gloo" if own.type == "cuda" else "gloo"
-        # Without `device_id`: with it the processes outside of a new group split NCCL's group of all processes, and wait for its members.
-        # Members of a gloo group never join that split (pytorch/pytorch#145376).
+        # No `device_id` here. With it, processes outside of a new group split NCCL's group of all processes and wait for the new group's
+        # members. Members of a gloo group never join that split (pytorch/pytorch#145376).
         dist.init_process_group(backend, timeout=timeout, store=store, **place)
     return make_mesh(dims, own, timeout)
 
@@ -248,7 +248,7 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> M
     """Create and connect the groups of a mesh after all processes have joined. Every process calls this with the same sizes.
 
     Raises:
-        ValueError: if the axes do not make up the number of processes.
+        ValueError: if the product of the axes is not the number of processes.
         RuntimeError: if the processes of a group do not connect within `timeout`.
     """
     if dims.world_size != dist.get_world_size():
@@ -278,10 +278,10 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> M
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect the processes of a group, and wait until they are.
+    """Connect the processes of a group, and wait until all are connected.
 
-    NCCL connects a group in its first operation, in which all its processes have to take part. Where that is a transfer between
-    two stages of a pipeline of three or more, they might wait for each other for ever.
+    NCCL connects a group in its first operation, in which all processes of the group have to take part. If that were a transfer
+    between two stages of a pipeline with three or more stages, processes might wait for each other forever.
     """
     if dist.get_world_size(group) > 1:
         arrived = torch.ones(1, device=device)
@@ -290,7 +290,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _partition(dims: ParallelDims, axes: set[str]) -> list[list[int]]:
-    """Return, for every place on the other axes, the ranks that differ only on the given axes, in ascending order."""
+    """Split all ranks into groups whose ranks differ only on the given axes, each in ascending order."""
 
     def others(rank: int) -> tuple[int, ...]:
         return tuple(place for axis, place in sorted(dims.place(rank).items()) if axis not in axes)
@@ -302,7 +302,7 @@ def _own_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    # All processes of the host come to the same result, so that none waits for one that was refused.
+    # All processes of the host decide alike, so that none waits for a process that was refused.
     processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1)), torch.cuda.device_count()
     if processes > devices:
         raise ValueError(
@@ -316,12 +316,12 @@ def _own_device(name: str) -> torch.device:
 def _fresh_store(timeout: timedelta) -> dist.Store | None:
     """Return an empty key-value store that only the processes of this start share.
 
-    torchrun's agent keeps one store for all starts of a job, so that after a restart processes would find the addresses of
+    torchrun's agent keeps one store for all starts of a job. After a restart, processes would find in it the addresses of
     processes that were killed (pytorch/pytorch#135712). The processes of each start therefore agree on a new prefix. The
-    number of the restart would not do, because the agents of several nodes count restarts separately.
+    number of the restart cannot be the prefix, because the agents of several nodes count restarts separately.
 
     Returns:
-        The store; None if no agent has one, and then rank 0 makes one by itself.
+        The store; None if no agent has one. Then rank 0 makes one by itself.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
@@ -333,7 +333,7 @@ def _fresh_store(timeout: timedelta) -> dist.Store | None:
 
 
 def _name_start(store: dist.Store, count: int, timeout: timedelta) -> str:
-    """Choose a name for this start and tell every process that asks; one that never confirms belongs to an earlier start."""
+    """Choose a name for this start and send it to every process that asks. A process that never confirms belongs to an earlier start."""
     start = uuid.uuid4().hex
     missing = set(range(1, count))
     give_up = time.monotonic() + timeout.total_seconds()

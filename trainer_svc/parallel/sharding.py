@@ -1,7 +1,7 @@
 """Which part of a model's weights a process keeps: the layers of its stage, its columns or rows of each matrix, its FSDP slice.
 
 `cut_stage` (pipeline) comes first, then `split_matrices` (tensor parallel, Megatron's scheme, arXiv 1909.08053), then
-`shard_weights` (FSDP2). Each changes the model in place and needs no weights, which can still be on the "meta" device.
+`shard_weights` (FSDP2). Each changes the model in place. The weights may still be on the "meta" device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer_svc.precision import VALUE_HEADS
 
 
 def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the part of a tensor that this process holds, and where it begins in the whole tensor, per dimension."""
+    """Return the part of a tensor that this process holds, and its offset in the whole tensor, per dimension."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -39,7 +39,7 @@ def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def cpu_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a contiguous CPU copy of a whole tensor; floating-point tensors in `dtype`, if it is given."""
+    """Return a contiguous CPU copy of a whole tensor; a floating-point tensor is converted to `dtype`, if it is given."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -84,7 +84,7 @@ def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
 
 
 def tied_weight(model: PreTrainedModel, stage: int, stages: int) -> nn.Parameter | None:
-    """Return the embedding of a tied model, of which the first and the last stage both hold a copy; None elsewhere."""
+    """Return the embedding of a tied model on the first and the last stage, which both hold a copy. None on other stages."""
     if stages == 1 or stage not in (0, stages - 1) or not _tied(model):
         return None
     return model.base_model.embed_tokens.weight
@@ -97,9 +97,9 @@ def _tied(model: PreTrainedModel) -> bool:
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split a model's matrices over the processes of a group, in place. Every process passes the whole model.
 
-    Queries, keys, values and the MLP's first matrices are split by columns (by heads, by inner width), the matrices after them
-    by rows, so that one sum over the group ends each block. Embedding and output layer are split by vocabulary. Norms and
-    everything else stay whole in every process.
+    Queries, keys, values and the MLP's first matrices are split by columns (heads or inner width), and the matrices after them
+    by rows, so that each block ends with a single sum over the group. Embedding and output layer are split by vocabulary. Norms
+    and everything else stay whole in every process.
 
     Raises:
         ValueError: if transformers has no plan for the architecture, or its sizes are not divisible.
@@ -120,7 +120,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _split(module: torch.nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
-    # Every process reads the same weights, so none has to send them.
+    # Every process reads the same weights, so no process has to send them.
     parallelize_module(module, mesh, plan, src_data_rank=None)
 
 
@@ -130,7 +130,7 @@ def _styles(plan: dict[str, str]) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
         block, _, _ = name.rpartition(".")
-        # The input of a block's first matrices becomes a DTensor once, so that their gradients are summed over the group once.
+        # The common input of a block's first matrices becomes a DTensor once, so that its gradient is summed over the group once.
         if style == COLUMNS and block.endswith("attn"):
             styles[block] = PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
@@ -146,7 +146,7 @@ def check_divides(model: PreTrainedModel, tp: int) -> None:
     """Refuse a model that tensor parallelism cannot split.
 
     Raises:
-        ValueError: if the architecture has no plan, its sizes do not divide by `tp`, or it has layers of an adapter.
+        ValueError: if the architecture has no plan, `tp` does not divide its sizes, or the model has an adapter.
     """
     check_tensor(ModelSizes.of(model.config.get_text_config().to_dict()), tp)
     wrapped = next((each for each in model.modules() if hasattr(each, "base_layer")), None)
@@ -158,7 +158,7 @@ def check_divides(model: PreTrainedModel, tp: int) -> None:
 
 
 def sum_partial_gradients(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Add up the gradients of weights that every process has whole but applies to its own heads; call it once per step."""
+    """Sum over processes the gradients of weights that each has whole but applies only to its own heads. Call it once per step."""
     plan = tensor_plan(model.config.get_text_config().model_type)
     ends = tuple(f"{name}.weight" for name, style in plan.items() if style == PARTIAL)
     partial = [each.grad for name, each in model.named_parameters() if name.endswith(ends) and each.grad is not None]
@@ -175,7 +175,7 @@ class Root(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
     """A module whose forward pass runs any function of the model, because FSDP gathers weights only around a module's forward pass.
 
     Args:
-        every_time: Sum gradients over processes after every micro-batch, not once per step.
+        every_time: Whether to sum gradients over processes after every micro-batch, instead of once per step.
     """
 
     def __init__(self, model: PreTrainedModel, *, every_time: bool = False) -> None:
@@ -184,9 +184,9 @@ class Root(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
         self.every_time = every_time
 
     def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
-        """Return what a function of the model returns for these arguments: a tensor, or a tuple of tensors and None."""
+        """Call a function of the model with these arguments. Return its result: a tensor, or a tuple of tensors and None."""
         outputs = compute(*arguments)
-        if isinstance(outputs, tuple):  # FSDP hooks the outputs, which must not be views that are changed in place
+        if isinstance(outputs, tuple):  # FSDP hooks outputs, so they must not be views that are changed in place
             return tuple(None if each is None else each.clone() for each in outputs)
         return outputs.clone()
 
@@ -194,8 +194,8 @@ class Root(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
         """Set what FSDP does in the next backward pass.
 
         Args:
-            last: Whether it is the last one of its step, which sums gradients over processes.
-            keep_gathered: Whether gathered weights stay in memory until the last one.
+            last: Whether it is the last backward pass of its step, which sums gradients over processes.
+            keep_gathered: Whether gathered weights stay in memory until the last backward pass.
         """
         if isinstance(self, FSDPModule):
             self.set_requires_gradient_sync(last or self.every_time)
@@ -218,10 +218,10 @@ class Root(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
 def shard_weights(root: Root, mesh: DeviceMesh, *, dtype: torch.dtype, reshard: bool) -> None:
     """Shard a model in place: its decoder layers one by one, and the rest (embedding, norm, heads) together.
 
-    A layer's weights are gathered before it runs and freed after. Gradients are *summed* over the processes, not averaged.
+    A layer's weights are gathered before it runs and freed afterwards. Gradients are *summed* over the processes, not averaged.
     Master weights and reductions are float32. Weights are gathered in the precision of the forward pass, a value head in float32.
-    Without `reshard` a layer's weights stay gathered after its forward pass. `mesh` has one axis to shard over, or one to
-    replicate over and one to shard over; tensor parallelism has split the model before.
+    Without `reshard` a layer's weights stay gathered after its forward pass. `mesh` has one axis to shard over, or two: one to
+    replicate over and one to shard over. Split the model for tensor parallelism first.
     """
     narrow = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
