@@ -1,7 +1,7 @@
 """Replicas that announce themselves, and the list of all replicas that gateways get.
 
-A replica that announces itself has a lease: it is used until the lease ends, which each heartbeat renews. The orchestrator connects
-to the address that it names, so not every address will do.
+A replica that announces itself has a lease: the run uses it until the lease ends. Each heartbeat renews the lease. The orchestrator
+connects to the address that the replica names, so `AllowedAddresses` limits these addresses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sluice.v1 import session_pb2
 log = structlog.get_logger(__name__)
 
 _LEAST_SEARCH_S = 0.05
-"""Least seconds between two looks at who is announced."""
+"""Least seconds between two lookups of the announced names."""
 
 AGAIN_S = 10.0
 """Seconds after which the list is sent again, as the contract says."""
@@ -43,11 +43,11 @@ class AllowedAddresses:
     networks: Sequence[str] = ()
 
     def check_address(self, target: str, *, from_here: bool) -> None:
-        """Check an address behind which no name has to be looked up.
+        """Check an address that is not a host name.
 
         Args:
             target: ``IP:port`` or ``unix:PATH``.
-            from_here: Whether a process of this machine announced it: only that one may name a port or a socket of this machine.
+            from_here: Whether a process of this machine announced it: only such a process may name a port or a socket of this machine.
 
         Raises:
             ValueError: if a replica may not be there.
@@ -82,14 +82,14 @@ class AllowedAddresses:
 
 
 class Lease(NamedTuple):
-    """What a replica that announces itself is granted: used at this address until then, and by whom it was announced.
+    """The lease of a replica that announced itself.
 
     Attributes:
         address: The address that it gave, in its canonical form.
         expires: When it ends, in the pool's seconds.
         owner: Principal that announced it.
         from_here: Whether a process of this machine announced it.
-        targets: What it stands for: itself, or what the name last resolved to.
+        targets: Targets of the address: the address itself, or the addresses that its host name last resolved to.
     """
 
     address: str
@@ -133,7 +133,7 @@ class Announcements:
                     await self._search.wait()
 
     async def look_up(self) -> None:
-        """End leases that are over, find out what the addresses of the others stand for, and tell the pool."""
+        """End expired leases, resolve the addresses of the others, and tell the pool."""
         now = self._pool.now
         self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}
         asked = list(self._leases.items())
@@ -170,7 +170,7 @@ class Announcements:
             from_here: Whether a process of this machine announces it.
 
         Raises:
-            ValueError: if its address cannot be one, or no replica may be there.
+            ValueError: if the address is malformed, or no replica may be there.
             SluiceError: ALREADY_EXISTS if another replica has the name or the address, RESOURCE_EXHAUSTED if too many
                 are announced.
         """
@@ -191,7 +191,7 @@ class Announcements:
         return self._config.lease_s
 
     def _check_lease(self, name: str, address: str, owner: str) -> None:
-        """Refuse a lease that would take another replica's place, or one too many."""
+        """Refuse a lease whose name or address another replica has, or that would exceed the maximum number."""
         others = {
             other: lease for other, lease in self._leases.items() if lease.expires > self._pool.now and other != name
         }
@@ -250,7 +250,7 @@ class Announcements:
         return None if lease is None else lease.owner
 
     def leave(self, name: str) -> None:
-        """Give a replica that says that it leaves nothing new, from now on; what it has under way ends there or continues elsewhere."""
+        """Give a replica that leaves no new requests. Its requests in progress end there or continue elsewhere."""
         lease = self._leases.pop(name, None)
         for target in lease.targets if lease is not None else ():
             self._pool.retire(target, name)
@@ -262,7 +262,7 @@ async def watch_replicas(pool: ReplicaPool, *, from_here: bool) -> AsyncIterator
 
     Args:
         pool: Knows them.
-        from_here: Whether the gateway is on this machine: only that one reaches the ports and sockets of this machine.
+        from_here: Whether the gateway is on this machine: only such a gateway reaches the ports and sockets of this machine.
     """
     while True:
         listed = _listed(pool, from_here=from_here)

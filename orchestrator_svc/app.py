@@ -74,17 +74,17 @@ LOCK_FILE = ".orchestrator.lock"
 """File in a run's directory that its orchestrator holds locked."""
 
 _LEAST_END_S = 1.0
-"""Seconds that the run gets at least to write its last records, also if the calls in progress took the whole of
-``server.drain_s``: `sluice rl` kills it two seconds after that."""
+"""Least seconds that the run gets to write its last records, even if the calls in progress took all of ``server.drain_s``. `sluice rl`
+kills the process two seconds after ``server.drain_s``."""
 
 _COLLECTIONS = (200, 2, 13_000)
-"""Thresholds of the garbage collector, by generation. The event loop waits for it, and it finds next to nothing: one object in 3,000. So
-young generations are small, 1 to 5 ms of work. A full collection looks at all that is in flight, 50 ms with 10,000 episodes and 450 with
-50,000: one for 8 million new objects, after ten minutes at 1,000 episodes a second."""
+"""Thresholds of the garbage collector, by generation. A collection blocks the event loop and frees next to nothing: one object in 3,000. So
+young generations are small, 1 to 5 ms of work. A full collection visits all objects in use: 50 ms with 10,000 episodes and 450 ms with
+50,000. So there is one per 8 million new objects, which is every ten minutes at 1,000 episodes a second."""
 
 _SWITCH_S = 0.0005
-"""Seconds after which a thread that computes hands the interpreter over. The event loop asks for it after each system call, while the
-threads of journal and files may be at work."""
+"""Seconds after which a computing thread must release the interpreter lock. The event loop needs the lock after each system call, while the
+threads of journal and files may hold it."""
 
 _READING = "the orchestrator reads its journal, which takes longer the older the run is: repeat the call"
 
@@ -103,7 +103,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
         ConfigError: if settings, environment or an existing run do not fit.
         FailedForGoodError: if the run was given up; it says why.
         UnfinishedError: if a signal ended it early.
-        TooMuchSetAsideError: if it paused because too much was set aside, and nobody let it go on.
+        TooMuchSetAsideError: if it paused because too much was set aside, and nobody resumed it.
     """
     try:
         servicers = _Servicers(
@@ -114,7 +114,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
         server = _server(common, config, servicers)
         async with asyncio.timeout(None) as ending, _built(common, config, clock, server, servicers) as (run, status):
             gc.collect()
-            gc.freeze()  # what is loaded by now stays, and is not looked at again
+            gc.freeze()  # objects loaded so far stay: later collections skip them
             gc.set_threshold(*_COLLECTIONS)
             sys.setswitchinterval(_SWITCH_S)
             server.readiness.add(status.waits_for_others)
@@ -126,7 +126,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
             )
 
             async def leave(_grace_s: float) -> None:
-                """Start nothing more, unless it was the run that ended."""
+                """Start nothing more, unless the server stops because the run has ended."""
                 if not ended.is_set():
                     run.leave()
 
@@ -154,13 +154,13 @@ async def serve(common: CommonConfig, config: OrchestratorConfig, clock: Clock =
         what = "the run's files could not be closed in time"
         if not running.done() or running.cancelled():
             what = "the last records were not written in time and are given up; the run samples them again when it continues"
-        log.error(what, path=str(common.run_dir))  # noqa: TRY400 - says all
+        log.error(what, path=str(common.run_dir))  # noqa: TRY400 - the message is complete
     if running.cancelled() or not running.done():
         raise UnfinishedError("a signal came before the last step; start the run again to continue it")
     try:
         running.result()
     except SluiceError as error:
-        # The run has waited for whatever waiting could cure.
+        # The run has already waited for everything that waiting can cure.
         raise FailedForGoodError(str(error)) from error
 
 
@@ -203,7 +203,7 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicers: _Servic
 def only_writer(directory: Path) -> Iterator[None]:
     """Keep other orchestrators out of a run's directory while the block lasts: two would write one journal.
 
-    On a cluster one may still run on a machine that was given up, when another one starts elsewhere.
+    On a cluster, an orchestrator may still run on a machine that was given up when another one starts elsewhere.
 
     Raises:
         SluiceError: FAILED_PRECONDITION if there is another one.
@@ -239,7 +239,7 @@ async def _opened(server: RpcServer, run_dir: Path) -> AsyncIterator[None]:
 
 
 def _check_file_system(directory: Path) -> None:
-    """Refuse a file system that a journal cannot work on; warn of one of a network, which it may not work on."""
+    """Refuse a file system on which a journal cannot work. Warn about a network file system, on which a journal may fail."""
     problem = check_file_system(directory)
     if problem is None:
         return
@@ -276,7 +276,7 @@ async def _built(
             curriculum = Curriculum(tasks, common.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        # A pace that follows the clock starts other groups in each run.
+        # Pacing by the clock would start other groups in each run.
         pacing = config.pacing.model_copy(update={"enabled": False}) if common.deterministic else config.pacing
         pace = Pace(pacing, config.batch_size)
         share = SetAsideShare(config.max_set_aside, config.batch_size * max(each.group_size for each in config.mix))
@@ -319,7 +319,7 @@ async def _built(
             common.security,
             config.replicas,
             on_replica,
-            # What adapts to measured load is not the same in two runs.
+            # A limit that adapts to measured load would differ between two runs.
             concurrency=config.concurrency.model_copy(update={"adapt": False})
             if common.deterministic
             else config.concurrency,
@@ -461,7 +461,7 @@ def _directories(common: CommonConfig) -> list[Path]:
 
 
 class _Followers(NamedTuple):
-    """All who follow the facts beside the ledger."""
+    """All objects that follow the facts, except the ledger."""
 
     curriculum: Curriculum
     pace: Pace
@@ -477,7 +477,7 @@ class _Followers(NamedTuple):
         self.waiting.follow(fact)
 
     def snapshots(self, seed: int, config: OrchestratorConfig) -> Snapshots:
-        """Return what saves and restores the states that outlast a restart."""
+        """Return the object that saves and restores the states which outlast a restart."""
         settings = [str(seed)]
         for each in config.mix:
             settings += [each.model_dump_json(), *self.curriculum.stream(each.name).task_ids]
@@ -485,7 +485,7 @@ class _Followers(NamedTuple):
 
 
 def _posed(curriculum: Curriculum, group: Group) -> Posed | None:
-    """Return what the episodes of a group are about; None if its environment no longer lists the task."""
+    """Return the task of a group and how it is sampled; None if its environment no longer lists the task."""
     task = curriculum.task(group.environment, group.task_id, group.position)
     sampling = Sampling(**curriculum.environments[group.environment].sampling.model_dump())
     if task is None:
@@ -494,7 +494,7 @@ def _posed(curriculum: Curriculum, group: Group) -> Posed | None:
 
 
 class _Servicers(NamedTuple):
-    """What the orchestrator serves, once it has read its journal."""
+    """The services of the orchestrator. They answer once it has read its journal."""
 
     orchestrator: Later[OrchestratorServicer]
     sessions: Later[SessionServicer]
@@ -516,7 +516,7 @@ async def _files_open(journal: Journal, recorder: Recorder) -> AsyncIterator[Non
 
 
 async def _close_files(journal: Journal, recorder: Recorder) -> None:
-    """Close both side by side, so that both are given up together when the time is over."""
+    """Close both in parallel, so that both are given up together at the deadline."""
     outcomes = await asyncio.gather(journal.close(), recorder.close(), return_exceptions=True)
     for outcome in outcomes:
         if outcome is not None:
@@ -524,9 +524,9 @@ async def _close_files(journal: Journal, recorder: Recorder) -> None:
 
 
 async def _read(journal: Callable[[threading.Event], Journal]) -> Journal:
-    """Open the journal in a thread: of an old run that reads a million facts, and calls and signals are answered meanwhile.
+    """Open the journal in a thread: for an old run this reads a million facts, and calls and signals must be answered meanwhile.
 
-    A cancellation gives the reading up and waits for its end, so that nothing is written after the lock of the run is gone.
+    A cancellation stops the reading and waits for its end, so that nothing is written after the run's lock is released.
     """
     given_up = threading.Event()
     reading = asyncio.ensure_future(asyncio.to_thread(journal, given_up))
@@ -535,7 +535,7 @@ async def _read(journal: Callable[[threading.Event], Journal]) -> Journal:
     except asyncio.CancelledError:
         given_up.set()
         await asyncio.wait({reading}, timeout=_LEAST_END_S)
-        if reading.done() and reading.exception() is None:  # it had come to the end before
+        if reading.done() and reading.exception() is None:  # it had finished before
             await reading.result().close()
         elif not reading.done():
             log.warning("the disk does not let the reading of the journal end")
@@ -660,7 +660,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         return self._status.history.page(request)
 
     def _check_owner(self, replica: str) -> None:
-        """Refuse a principal that speaks for a replica which another one announced."""
+        """Refuse a caller that is neither the principal that announced the replica nor an admin."""
         owner, who = self._announcements.owner(replica), caller()
         if owner not in (None, who.name) and who.role != "admin":
             raise SluiceError(

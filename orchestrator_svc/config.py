@@ -32,13 +32,13 @@ NO_ADVANTAGE = "none"
 """Value of `advantage` with which batches bring no advantages and name no estimator."""
 
 EXTERNAL = "external"
-"""The workflow whose episodes agents run that call a gateway."""
+"""The workflow whose episodes are run by agents that call a gateway."""
 
 WORKFLOWS = ("auto", "single_turn", "multi_turn", "retry", EXTERNAL)
 """Workflows that come with Sluice; others are named by their import path."""
 
 _ROUND_S = 0.02
-"""Seconds after which an engine says that it has a request of a round, in a deterministic run."""
+"""Default of `replicas.coalesce_s` in a deterministic run: after so many seconds an engine confirms that it has a request of a round."""
 
 _MOST_WEIGHT = 1e6
 """Greatest weight of a mix; only proportions matter, and sums of weights stay exact enough."""
@@ -485,7 +485,7 @@ class EnvironmentConfig(EpisodeConfig, EnvironmentTable):
 
 
 def _last_part(reference: str) -> str:
-    """Return the name of an environment that is given none: the attribute or the id that its reference ends with."""
+    """Return the default name of an environment: the attribute or the id at the end of its reference."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", reference.rpartition(":")[2])[:63].lstrip("_.-") or "environment"
 
 

@@ -1,1 +1,1 @@
-"""What `sluice` does with runs and models beside the service: each module or package is one verb."""
+"""Commands of `sluice` that work on runs and models, beside the service. Each module or package is one verb."""

@@ -45,7 +45,8 @@ _SHOWN = 20
 """Differences that are printed; `--json` has all."""
 
 _READINGS = 3
-"""Times that the files are read if they differ: what a live run changed between two files differs in one reading only."""
+"""How often the files are read while they differ. A live run may write between the reading of two files: such a difference is gone at the
+next reading."""
 
 Manifests = list[checkpoint_pb2.CheckpointManifest]
 
@@ -116,7 +117,7 @@ def _read_once(directory: Path) -> AuditResult:
 
 
 def _lineage(directory: Path, manifests: Iterable[checkpoint_pb2.CheckpointManifest]) -> Lineage:
-    """Return where each epoch began, as the trainer's files know it.
+    """Return where each epoch began, according to the trainer's files.
 
     Raises:
         OSError: if its file is damaged.
@@ -181,7 +182,7 @@ class _RecordReader:
 def _payload_damage(
     directory: Path, facts: Iterable[tuple[int, journal_pb2.Fact]], result: AuditResult
 ) -> Iterator[Difference]:
-    """Yield the payloads that are not what the facts name. Those of covered batches may be gone."""
+    """Yield the payloads that differ from what the facts say. Payloads of batches that a checkpoint covers may be gone."""
     segments = directory / "journal"
     existing = set(segment_numbers(segments))
     for _, fact in facts:
@@ -200,7 +201,7 @@ def _gone(segment: int) -> str:
 
 
 def _lost_samples(directory: Path, ledger: Ledger) -> Iterator[Difference]:
-    """Yield the groups that run whose samples are gone."""
+    """Yield the running groups whose samples are gone."""
     existing = set(segment_numbers(directory / "journal"))
     for group in ledger.groups.values():
         for segment in sorted({place.segment for place in group.sampled} - existing):
@@ -208,7 +209,7 @@ def _lost_samples(directory: Path, ledger: Ledger) -> Iterator[Difference]:
 
 
 def _places(fact: journal_pb2.Fact) -> Iterator[tuple[str, journal_pb2.PayloadPlace]]:
-    """Yield each payload that a fact names, with its trajectory, or its group if it is of no single one."""
+    """Yield each payload that a fact names, with its trajectory, or with its group if it belongs to no single trajectory."""
     for recorded in ("generation_recorded", "session_generation_recorded"):
         if fact.HasField(recorded):
             sampled = getattr(fact, recorded)
@@ -222,7 +223,7 @@ def _places(fact: journal_pb2.Fact) -> Iterator[tuple[str, journal_pb2.PayloadPl
 
 def _count_differences(directory: Path, ledger: Ledger, result: AuditResult) -> Iterator[Difference]:
     """Compare the counts with those that the orchestrator and its report show."""
-    # The ledger knows no outcome of a batch that was not heard of, nor of an epoch that the trainer alone has begun.
+    # The ledger does not know the outcome of a batch that the trainer has not reported, or of an epoch that only the trainer knows.
     if ledger.lineage.newest_epoch == result.version.epoch:
         shown = (ledger.accepted, ledger.trained, dict(ledger.dropped))
         if shown != (result.accepted, result.trained, dict(result.dropped)):

@@ -1,14 +1,14 @@
 """Exactly once, proven from both sides: compare what the orchestrator's journal says with what the trainer recorded.
 
 Pure: facts and records in, counts and differences out. It folds the facts by itself, not through the ledger that the
-orchestrator runs on, so that a defect there shows as a difference too. What it proves when it names none:
+orchestrator runs on, so that a defect there shows as a difference too. If it finds no difference, this is proven:
 
 * every accepted trajectory is trained once by the live weights, or dropped once under a counted reason, or still in flight;
-* the trainer trained nothing else, and of each trajectory exactly what the journal's batch holds, by digest;
+* the trainer trained nothing else, and each trajectory exactly as the journal's batch holds it, by digest;
 * neither side lacks a fact or a batch, or has one twice.
 
-The live weights are the newest version that the newest epoch descends from. What an older epoch applied beyond the version
-that the next epoch began from was rolled back; it is compared too, and counted apart.
+The live weights are the newest version that the newest epoch descends from. Batches that an older epoch applied after the version that the
+next epoch began from were rolled back. They are compared, too, and counted apart.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FIRST_MIGRATED = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What does not fit.
+    """A difference between files of the run.
 
     Attributes:
-        side: Whose files are at fault, as far as they tell: "journal", "record", "checkpoint", "payloads" or "report".
+        side: Which files are wrong, as far as can be told: "journal", "record", "checkpoint", "payloads" or "report".
         problem: What is wrong, as one sentence.
         batch: Id of the batch, or empty.
         trajectory: Id of the trajectory, or empty.
@@ -54,12 +54,12 @@ class AuditResult:
 
     Attributes:
         accepted: Trajectories that the journal accepted.
-        trained: Those that the live weights were trained with, as both sides say.
-        dropped: Those that were not trained, by reason, as both sides say.
-        unheard: Those in `unheard_batches`.
-        in_flight: Those that wait for a batch, or are in one that the live weights lack.
-        rolled_back: Those in batches that were applied and taken back by a later epoch.
-        trained_again: Those of them that the live weights were trained with.
+        trained: Trajectories that the live weights were trained with, according to both sides.
+        dropped: Trajectories that were not trained, by reason, according to both sides.
+        unheard: Trajectories in `unheard_batches`.
+        in_flight: Trajectories that wait for a batch, or are in a batch that the live weights lack.
+        rolled_back: Trajectories in batches that were applied and that a later epoch took back.
+        trained_again: Rolled-back trajectories that the live weights were trained with all the same.
         unheard_batches: Batches that the trainer applied and the journal does not know as applied: it was killed before.
         batches: Batches that the live weights were trained with.
         version: Version of the live weights.
@@ -110,7 +110,7 @@ def audit(
 
 @dataclass(slots=True)
 class _Group:
-    """A group as the facts have it; a group that ended keeps no trajectories here but in its batch."""
+    """A group according to the facts. Once it is in a batch, its trajectories are in the batch only."""
 
     attempt: int
     trajectories: list[str] = field(default_factory=list)
@@ -125,7 +125,7 @@ class _Batch:
     """A batch as it was made.
 
     Attributes:
-        digests: Digest of each trajectory, in order; none for a batch whose maker did not know them.
+        digests: Digest of each trajectory, in order; empty if the process that made the batch did not know them.
     """
 
     batch_id: str
@@ -140,7 +140,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """A batch as the journal knows it was applied: reason by trajectory that was not trained; the others were."""
+    """A batch as it was applied, according to the journal: the reason for each trajectory that was not trained. All others were trained."""
 
     batch: _Batch
     dropped: Mapping[str, str]
@@ -162,7 +162,7 @@ class _Journal:
         self.lineage = Lineage()
         self.imported: dict[int, journal_pb2.ImportedBatch] = {}
         self.imported_accepted = self.imported_until = 0
-        # What the other kinds of facts say has no part in what is trained.
+        # Other kinds of facts do not affect what is trained.
         self._takes: dict[str, Callable[[journal_pb2.Fact], None]] = {
             "task_drawn": lambda fact: self._drawn(fact.task_drawn),
             "episodes_ended": lambda fact: self._episodes_ended(fact.episodes_ended),
@@ -245,7 +245,7 @@ class _Journal:
             state = f"in batch {group.batch}" if group and group.batch else "never drawn or dropped before"
             self._wrong(f"group {fact.group} was dropped as {fact.reason}, but it was {state}")
             return
-        if not group.accepted:  # its episodes may have brought trajectories all the same
+        if not group.accepted:  # its episodes may still have produced trajectories
             self._accept(fact.group, group.trajectories)
         if fact.trajectories != len(group.trajectories):
             self._wrong(
@@ -524,14 +524,14 @@ class _Comparison:
                 self._wrong(RECORD, problem, record.batch_id, result.trajectory_id)
 
     def _check_gaps(self) -> None:
-        """Of the batches of an epoch each side has the first ones, without a gap: reports come and are recorded in order."""
+        """Check that each side has the first batches of an epoch without a gap: reports arrive and are recorded in order."""
         heard = {
             version.number for version in self._journal.applied if self._is_live(version)
         } | self._journal.imported.keys()
         for number in sorted(set(range(1, max(heard, default=0))) - heard):
             self._wrong(JOURNAL, f"batch {number} of the live weights was not noted as applied, later ones were")
         last = {epoch: origin.number for epoch, origin in self._lineage.origins.items()}
-        until = dict(last)  # where each epoch must at least have come to
+        until = dict(last)  # the number that each epoch must at least have reached
         for version in self._record.batches:
             until[version.epoch] = max(until.get(version.epoch, 0), version.number)
         for origin in self._lineage.origins.values():
@@ -564,7 +564,7 @@ class _Comparison:
 
 
 def _most_like(record: checkpoint_pb2.BatchRecord, made: Sequence[_Batch]) -> _Batch | None:
-    """Return the batch that was recorded among those made under its number: of its name, else with its trajectories, else the last.
+    """Return which of the batches made under its number was recorded: the one with its name, else one with its trajectories, else the last.
 
     A batch that was unmade and made again may hold the same trajectories under another name.
     """

@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
 
 
 def model_card(run_directory: Path, version: str, license_name: str) -> str:
-    """Return a model card in the hub's format: a header for machines, and what a person wants to know.
+    """Return a model card in the hub's format: a header for machines, then text for people.
 
     Raises:
         ConfigError: if the files of the run cannot be read.

@@ -37,7 +37,7 @@ from sluice.v1 import checkpoint_pb2, journal_pb2
 from sluice.versions import Version
 
 FORKED = "FORKED"
-"""Why a group of the new run is dropped whose payloads the old run had already deleted."""
+"""Reason for dropping a group of the new run because the old run had already deleted its payloads."""
 
 _METRICS = "metrics.jsonl"
 
@@ -79,8 +79,8 @@ class Forked:
     Attributes:
         origin: Where it comes from, as `run/step_N@position`.
         step: Batches that its weights hold.
-        kept: Groups that the cut left unfinished and that continue.
-        dropped: Those whose payloads were gone: their tasks are drawn again.
+        kept: Unfinished groups of the cut that continue.
+        dropped: Unfinished groups whose payloads were gone. Their tasks are drawn again.
     """
 
     origin: str
@@ -95,7 +95,7 @@ def fork(old: Path, checkpoint: str, new: Path) -> Forked:
     Raises:
         ConfigError: if the checkpoint is not whole, or the new run exists.
         JournalError: if the old journal cannot be read.
-        OSError: if a file cannot be read or written; nothing is left then but a hidden directory, which the next fork removes.
+        OSError: if a file cannot be read or written; then only a hidden directory is left, which the next fork removes.
     """
     if (new / DATABASE).exists() or (new.exists() and any(path.name != ".lock" for path in new.iterdir())):
         raise ConfigError(f"{new} exists: choose another name with --run NAME")
@@ -114,7 +114,7 @@ def fork(old: Path, checkpoint: str, new: Path) -> Forked:
     facts, dropped = _beginning(ledger, new.name, origin, step, linked)
     _copy_facts(old, building, position, facts)
     if new.exists():
-        remove_tree(new)  # no more than the lock of a run that never began
+        remove_tree(new)  # holds at most the lock of a run that never began
     _make_durable(building)
     building.rename(new)
     _sync(new.parent)
@@ -126,7 +126,7 @@ def _until(facts: Iterable[tuple[int, journal_pb2.Fact]], position: int) -> Iter
 
 
 def _make_durable(directory: Path) -> None:
-    """Write everything in a directory to the disk, each directory after what it holds: a power cut takes none of it back."""
+    """Sync everything in a directory to the disk, each directory after its contents, so that it survives a power cut."""
     for parent, _, files in os.walk(directory, topdown=False):
         for name in files:
             _sync(Path(parent, name))
@@ -172,7 +172,7 @@ def _copy_checkpoint(old: Path, manifest: checkpoint_pb2.CheckpointManifest, bui
 
 
 def _copy_record(old: Path, manifest: checkpoint_pb2.CheckpointManifest, building: Path) -> None:
-    """Copy the record up to the place that the manifest names. No link: the trainer of the new run appends to it."""
+    """Copy the record up to the place that the manifest names. Do not link it: the trainer of the new run appends to it."""
     place = manifest.batch_record
     last = Path(place.file).name
     for path in record_paths(record_directory(old)):
@@ -216,7 +216,7 @@ def _position(old: Path, manifest: checkpoint_pb2.CheckpointManifest) -> int:
     """Return the last fact that belongs to the cut.
 
     Raises:
-        ConfigError: if the journal has not come so far.
+        ConfigError: if the journal ends before that fact.
     """
     position, last, applied, made = manifest.checkpoint.journal_position, 0, 0, 0
     version = Version.from_proto(manifest.checkpoint.policy_version)
@@ -226,7 +226,7 @@ def _position(old: Path, manifest: checkpoint_pb2.CheckpointManifest) -> int:
             made = seq
         if fact.HasField("batch_applied") and Version.from_proto(fact.batch_applied.policy_version) == version:
             applied = seq
-    # The trainer's own schedule knows no position: its cut is where the orchestrator learned of the checkpoint's last batch.
+    # A checkpoint by the trainer's own schedule names no position. Its cut is where the orchestrator learned of its last batch.
     # A checkpoint that had to wait for the one before it may hold a batch that was made after its position was named.
     position = max(position, made) if position else applied
     name = manifest.checkpoint.name
@@ -259,10 +259,10 @@ def _places(group: Group) -> Iterator[Place]:
 def _beginning(
     ledger: Ledger, run_name: str, origin: str, step: int, linked: set[int]
 ) -> tuple[list[tuple[int, journal_pb2.Fact]], int]:
-    """Return the facts that the new run begins with, and how many groups are dropped in them.
+    """Return the facts to add to the copied ones, and how many groups they drop.
 
-    A group that waits for its training and whose payloads are gone is dropped. If it is in a batch, that one and all later ones
-    are taken apart first. A group that was running is sampled again by the next start; that needs no fact.
+    A group that waits for its training and whose payloads are gone is dropped. If it is in a batch, that batch and all later ones are
+    unmade first. A group that was running is sampled again by the next start; that needs no fact.
     """
     facts: list[tuple[int, journal_pb2.Fact]] = []
 

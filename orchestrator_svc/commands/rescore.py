@@ -93,7 +93,7 @@ def _seed(directory: Path) -> int:
 
 
 def _completed(config: RescoreConfig, directory: Path) -> RescoreConfig:
-    """Take what is unset from the settings of the run.
+    """Take unset values from the settings of the run.
 
     Raises:
         ConfigError: if the run has several environments and none is named.
@@ -167,7 +167,7 @@ async def _rescored(config: RescoreConfig, rows: Sequence[Row], seed: int) -> li
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield lines for people: both rewards, how they go together, and how many groups would have taught something."""
+    """Yield lines for people: both rewards, their correlation, and the share of groups with different rewards, which teach something."""
     both = [(row["reward"], row["new_reward"]) for row in rows if None not in {row["reward"], row["new_reward"]}]
     groups = [list(group) for _, group in groupby(rows, key=lambda row: row["group_id"])]
     yield f"{len(rows):,} trajectories of {len(groups):,} groups"

@@ -1,4 +1,4 @@
-"""Finds what a command is to read: the directory of a run, and the versions of its weights."""
+"""Find what a command reads: the directory of a run, and the versions of its weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weight_versions(weights_dir: Path, steps: Sequence[int]) -> list[Path]:
     """Return the directories of the versions of a run's weights, oldest first.
 
     Raises:
-        ConfigError: if it has none, or not those of these steps.
+        ConfigError: if it has no versions, or lacks those of some of these steps.
     """
     found = {}
     for each in weights_dir.glob("v*.*"):

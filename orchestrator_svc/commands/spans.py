@@ -14,7 +14,7 @@ Pure: facts of the journal in, spans out. The services do nothing for it.
       wait for trainer          made -> sent
       train step                sent -> applied: the version that resulted
 
-The ids are hashes of what a span is about, so that facts which are read twice give the same spans.
+The ids are hashes of what a span describes, so that reading facts twice gives the same spans.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Batch:
     fact: pb.BatchMade
     root: SpanId
     tasks: dict[int, SpanId]
-    """Root of each of its groups, by number."""
+    """Root span of each of its groups, by number of the group."""
     sent: int = 0
     """When the trainer was first given it in `epoch`; 0: not yet."""
     epoch: int = 0
@@ -116,7 +116,7 @@ class Spans:
         self._groups: dict[int, _Group] = {}
         self._batches: dict[int, _Batch] = {}
         self._taken_back: dict[int, SpanId] = {}
-        """Tasks that were trained, in a batch that was taken apart when the trainer went back; by group."""
+        """Root spans of trained tasks whose batch was unmade when the trainer went back to an older version, by group."""
         self._kinds: dict[str, Callable[[int, Any], Iterable[Span]]] = {
             "task_drawn": self._task_drawn,
             "generation_recorded": self._generation_recorded,
@@ -281,7 +281,7 @@ class Spans:
         for number, root in batch.tasks.items():
             name = _within(root, "train", detail)
             yield _span(name, root, "train", (sent, time), {"version": version, **_name(batch)}, links=(step.id,))
-            # One that was applied before, in an epoch that was taken back, is there no more.
+            # A group is gone if its batch was applied before, in an epoch that was rolled back.
             if group := self._groups.pop(number, None):
                 why = next((reasons[each] for each in sorted(group.trajectories) if each in reasons), "")
                 outcome = "trained" if trained & group.trajectories or not why else why
@@ -295,7 +295,7 @@ class Spans:
             yield self._root_of(batch, time, {}, fact.reason or "unmade")
 
     def _checkpoint_covered(self, _: int, fact: pb.CheckpointCovered) -> Iterable[Span]:
-        # No trainer goes back behind it: batch n makes number n.
+        # No trainer goes back to a version before this one. Batch n makes version n.
         covered = fact.policy_version.number
         self._batches = {number: each for number, each in self._batches.items() if number > covered}
         return ()
@@ -327,7 +327,7 @@ class Spans:
         parent: SpanId | None = None,
         error: str = "",
     ) -> Span:
-        """Return a span within a task; `detail` tells apart those of one name."""
+        """Return a span within a task; `detail` distinguishes spans of the same name."""
         about = {"group": f"g{group.drawn.group}", **about}
         return _span(_within(group.root, name, detail), parent or group.root, name, when, about, error=error)
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _WIDEST, _LINES = 10_000, 25
-"""Columns and lines of the console: no line is wrapped. Rich takes a dumb terminal for 80 columns wide unless both are given."""
+"""Columns and lines of the console: no line is wrapped. Unless both are given, rich assumes 80 columns on a dumb terminal."""
 
 
 def table_lines(
@@ -19,8 +19,8 @@ def table_lines(
     """Return the lines of a table, which are as wide as its cells.
 
     Args:
-        rows: Its cells, of as many columns each; a heading is a row as the others.
-        numbers: Places of the columns that stand at the right.
+        rows: Its cells, the same number in each row. A heading is a row like the others.
+        numbers: Indexes of the columns that are aligned to the right.
         boxed: Whether lines are drawn around it and between its columns.
         gap: Spaces between columns without a box.
         least: Least width of the first column.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 _NAMED = 5
-"""Episodes that a message names at most."""
+"""Most episodes that a message names."""
 
 _MOST_FACTS = (1 << 63) - 1
 """The largest number that a row of the journal can have."""
@@ -52,7 +52,7 @@ _MOST_SPANS = 512
 """Spans in one request: 300 KB, far below the 20 MiB that collectors take."""
 
 _FOLLOW_S = 2.0
-"""Seconds between two looks for new facts."""
+"""Seconds between two reads of new facts."""
 
 _AGAIN_S = 5.0
 """Seconds until spans that a collector has not taken are sent again."""
@@ -148,7 +148,7 @@ def _export(directory: Path, address: str, after: int, *, follow: bool) -> None:
 
 
 def _find(trace: Trace, name: str) -> TracedSession:
-    """Return the episode of a name, or the only one whose name begins with it."""
+    """Return the episode with this name, or the only one whose name begins with `name`."""
     if name in trace.sessions:
         return trace.sessions[name]
     found = [each for each in trace.sessions if each.startswith(f"{name}-")]
@@ -163,7 +163,7 @@ def _find(trace: Trace, name: str) -> TracedSession:
 
 
 def _read(directory: Path, session: Session) -> Generations:
-    """Return what was sampled for the requests of a session that is still kept."""
+    """Return what was sampled for the requests of a session, as far as it is still kept."""
     generations = {}
     for number, request in enumerate(session.requests.values(), 1):
         try:
@@ -357,7 +357,7 @@ def _as_json(trace: Trace, traced: TracedSession, generations: Generations) -> d
 
 
 class Collector:
-    """An OpenTelemetry collector, or what speaks its protocol.
+    """An OpenTelemetry collector, or another server of its protocol.
 
     Headers, certificates, compression and the deadline of a request come from the variables that OpenTelemetry defines:
     ``OTEL_EXPORTER_OTLP_HEADERS``, ``_CERTIFICATE``, ``_COMPRESSION``, ``_TIMEOUT``.
@@ -367,7 +367,7 @@ class Collector:
         run: Name of the run.
 
     Raises:
-        ConfigError: if the address is none, or the exporter is not installed.
+        ConfigError: if the address is malformed, or the exporter is not installed.
     """
 
     def __init__(self, address: str, run: str) -> None:

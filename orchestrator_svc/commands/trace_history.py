@@ -1,7 +1,6 @@
 """The sessions of external agents as the facts of a run tell them: who was lent what, what was sampled when, what became of it.
 
-Pure: facts in, `TracedSession` out. What was sampled is a payload that a fact names; `following` says how one request follows from
-those before it.
+Pure: facts in, `TracedSession` out. Samples are payloads that facts name. `following` says how a request continues earlier ones.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Event(NamedTuple):
 
     Attributes:
         time: When the journal took it, in UTC.
-        request: What was sampled; None for another event.
+        request: The request, if the event is one; else None.
         text: The event in words, if nothing was sampled.
     """
 
@@ -63,7 +62,7 @@ class _Group:
     episodes: int
     external: ExternalEpisodes | None = None
     open: dict[int, TracedSession] = field(default_factory=dict)
-    """By episode, the present attempt."""
+    """The present attempt at each episode."""
 
 
 class Trace:
@@ -246,7 +245,7 @@ def _of(session: Session, target: Target) -> str:
 
 
 def _by(session: Session, credential: common_pb2.Credential.ValueType) -> str:
-    """Return what settled an episode, in words; empty if an earlier release did not write it down."""
+    """Return by which credential an episode was settled, in words; empty if an earlier release did not record it."""
     words = {
         common_pb2.CREDENTIAL_PRINCIPAL: f", by principal {session.principal}",
         common_pb2.CREDENTIAL_SETTLING_KEY: ", by the settling key",
@@ -257,12 +256,13 @@ def _by(session: Session, credential: common_pb2.Credential.ValueType) -> str:
 
 
 class Following(NamedTuple):
-    """How a request follows from those before it in its session.
+    """How a request continues earlier requests of its session.
 
     Attributes:
         number: Number of the request whose tokens its prompt begins with, from 1; 0 if there is none.
-        common: How many tokens of it the prompt begins with.
-        exact: Whether that is all of it, reply included: a continuation. Otherwise the prompt differs from there: a fork.
+        common: With how many tokens of that request the prompt begins.
+        exact: Whether these are all tokens of that request, reply included: a continuation. Otherwise the prompt differs from there on: a
+        fork.
         messages: The messages that are new.
     """
 
@@ -273,11 +273,11 @@ class Following(NamedTuple):
 
 
 def following(made: session_pb2.RecordedGeneration, before: Mapping[int, session_pb2.RecordedGeneration]) -> Following:
-    """Return what a request continues, or where it leaves the request that it has most tokens in common with.
+    """Return which request this one continues; otherwise the one with the most tokens in common, and where the two differ.
 
     Args:
         made: What was sampled for it.
-        before: What was sampled for those before it, by number; those that are not kept any more may be missing.
+        before: What was sampled for earlier requests, by number. Those that are no longer kept may be missing.
     """
     messages = made.conversation.messages
     best = Following(0, 0, exact=False, messages=messages)

@@ -27,11 +27,11 @@ class JournaledEpisodes:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Why an episode was lost, by the number of each that was: it is not run again."""
+        """Why episodes were lost, by number of the episode. They are not run again."""
         return self._group.lost
 
     def keep_loss(self, episode: int, reason: str) -> None:
-        """Keep that an episode is lost: no process runs it again while the group is at this attempt."""
+        """Record that an episode is lost, so that no process runs it again during this attempt of the group."""
         lost = journal_pb2.EpisodesEnded(group=self._group.number, attempt=self._group.attempt)
         lost.episodes.add(episode=episode, reason=reason)
         self._journal.record_fact(journal_pb2.Fact(episodes_ended=lost))
@@ -44,7 +44,7 @@ class JournaledEpisodes:
     async def generation(self, attempt: int, turn: int, episodes: Sequence[int]) -> rollout_pb2.GenerateResponse | None:
         """Return the answer that was kept for a turn of these episodes; None if there is none, or the disk damaged it."""
         wanted = (attempt, turn, tuple(episodes))
-        # The last one: where the first was damaged, another took its place.
+        # The last one: if the first was damaged, a later one replaced it.
         for each in reversed(self._group.generations):
             if (each.attempt, each.turn, each.episodes) == wanted:
                 try:
@@ -86,10 +86,10 @@ class JournaledEpisodes:
 
 
 async def unfinished(journal: Journal, group: Group) -> dict[int, SharedRecord]:
-    """Return what was sampled in the last attempt at each episode of a running group, for people, by the number of the episode.
+    """Return the samples of the last attempt at each episode of a running group, for people, by number of the episode.
 
-    Only what replicas answered was kept: the messages are those of the assistant, one for each turn, and the tokens those of the last turn
-    with its prompt.
+    Only answers of replicas were kept. So there is one message per turn, the assistant's, and only the tokens of the last turn with its
+    prompt.
 
     Raises:
         GroupDamagedError: if the disk damaged some of it.

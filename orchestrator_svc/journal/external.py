@@ -19,10 +19,10 @@ from orchestrator_svc.journal.facts import LedgerError, Place
 from sluice.v1 import journal_pb2 as pb
 
 SUBMITTED = "SUBMITTED"
-"""How a session ended that was submitted; others have the reason of EpisodeGivenUp."""
+"""End of a session that was submitted. Other sessions have the reason from EpisodeGivenUp."""
 
 GROUP_ENDED = "GROUP_ENDED"
-"""How a session ended whose group was dropped before it was submitted."""
+"""End of a session that was not submitted before its group was dropped."""
 
 
 class Sample(NamedTuple):
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     Attributes:
         generation_id: Its name, unique within the session.
         parent: Sample whose tokens its prompt continues; empty if it continues none.
-        key: Key of the conversation with its message.
+        key: Key of the conversation, this sample's message included.
         tokens: Tokens of prompt and reply together.
         ids_digest: xxh3-128 of their ids.
     """
@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 
 
 class RecordedRequest(NamedTuple):
-    """One request of a session, and where what was sampled for it lies."""
+    """One request of a session, and the place of the samples for it."""
 
     request_id: str
     body_digest: bytes
@@ -63,10 +63,10 @@ class Target(NamedTuple):
 EPISODE = Target()
 
 TOKEN_BYTES = 4
-"""Bytes that a token of a branch counts in a batch; it takes less of any vocabulary below 2^28."""
+"""Bytes that each token of a branch counts in a batch. With a vocabulary below 2^28 no token takes more."""
 
 _DIGITS = 18
-"""Digits that a number in a name has at most."""
+"""Most digits of a number in a name."""
 
 
 class EndedSession(NamedTuple):
@@ -77,7 +77,7 @@ class EndedSession(NamedTuple):
         trajectory_ids: Its trajectories, if it was submitted.
         last_reward: The last reward that was recorded for it.
         submission_digest: xxh3-64 of how it was submitted; empty if it was not.
-        two_keys: As of a session.
+        two_keys: As in `Session`.
     """
 
     principal: str
@@ -98,7 +98,7 @@ class Session:
         two_keys: Whether its caller was given a settling key, so that the session key does not settle it.
         requests: What was sampled, by request, in order.
         undelivered: Requests whose reply no client has.
-        given: The request whose reply a later one got, by the later one.
+        given: For each request that got the reply of an earlier one: that earlier one.
         left: Requests, of both kinds, whose client left before it had read the reply.
         samples: The samples of all requests by name, in order.
         rewards: The last reward for each target.
@@ -135,11 +135,11 @@ class Session:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more is awaited of it."""
+        """Whether nothing more is expected for it."""
         return self.submission is not None and not self.awaited
 
     def branch_tokens_with(self, parent: str, tokens: Iterable[int]) -> int:
-        """Return `branch_tokens` once samples that continue another one are there; each has so many tokens, prompt included."""
+        """Return what `branch_tokens` is after adding samples that continue `parent`. `tokens` has the size of each, prompt included."""
         ended = parent in self.samples and parent not in self.continued
         return self.branch_tokens + sum(tokens) - (self.samples[parent].tokens if ended else 0)
 
@@ -151,7 +151,7 @@ class Session:
         return tuple(reversed(path))
 
     def leaves(self) -> list[str]:
-        """Return the samples that none continues, in order. What nobody was given, and nothing continues, is no part of the tree."""
+        """Return the samples that none continues, in order. Ignore samples that no client has and that none continues."""
         parents, found = set[str](), list[str]()
         for name, sample in reversed(self.samples.items()):  # what continues a sample comes after it
             if name not in parents:
@@ -196,7 +196,7 @@ def session_name(group: int, episode: int, attempt: int) -> str:
 
 
 def group_of_lease(lease_id: str) -> int:
-    """Return the group that the name of a lease begins with; 0, which is none, if it has another form."""
+    """Return the group that the name of a lease begins with; 0, which is no group, if the name has another form."""
     number = lease_id.removeprefix("g").partition("-")[0]
     return int(number) if number.isascii() and number.isdecimal() and len(number) <= _DIGITS else 0
 
@@ -211,7 +211,7 @@ def parse_session_name(name: str) -> tuple[int, int, int] | None:
 
 
 def submission_digest(fact: pb.EpisodeSubmitted) -> bytes:
-    """Return the xxh3-64 of what a submission says, whoever says it."""
+    """Return the xxh3-64 of the content of a submission. It does not depend on the caller."""
     said = pb.EpisodeSubmitted()
     said.CopyFrom(fact)
     said.ClearField("settled_by")
@@ -231,7 +231,7 @@ class Lease:
     Attributes:
         request_id: Request of LeaseTasks that it answers.
         lent: Episodes that it was granted for.
-        episodes: Those that it still has: not the ones that were given up meanwhile.
+        episodes: Episodes that it still has, without those that were given up meanwhile.
         seconds: Time that it lasts without a renewal.
     """
 
@@ -262,7 +262,7 @@ class Slot:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more is awaited of the episode."""
+        """Whether nothing more is expected for the episode."""
         return self.over or (self.session is not None and self.session.settled)
 
 
@@ -281,12 +281,12 @@ class ExternalEpisodes:
 
     @classmethod
     def of(cls, group: int, episodes: int) -> ExternalEpisodes:
-        """Return a group of which nothing was lent."""
+        """Return a group none of whose episodes was lent yet."""
         return cls(group, [Slot() for _ in range(episodes)])
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more is awaited of any episode: no reward counts any more."""
+        """Whether nothing more is expected for any episode. From then on no reward counts."""
         return all(each.settled for each in self.slots)
 
     @property
@@ -306,7 +306,7 @@ class ExternalEpisodes:
 
     @property
     def requests(self) -> Iterator[RecordedRequest]:
-        """All that was sampled for them."""
+        """All recorded requests of these sessions."""
         return (request for session in self.sessions for request in session.requests.values())
 
     @property
@@ -341,7 +341,7 @@ class ExternalEpisodes:
             self.slots[each].lease_id = fact.lease_id
 
     def lease_ended(self, fact: pb.LeaseEnded) -> None:
-        """Take back what nobody opened."""
+        """Take back the episodes that nobody opened."""
         lease = self._lease(fact.lease_id)
         slots = [self.slots[each] for each in lease.episodes]
         if any(each.session is not None and each.session.submission is None for each in slots):

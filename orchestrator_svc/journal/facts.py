@@ -1,4 +1,4 @@
-"""The words of the facts: where a payload lies, why something was not trained, where a group stands, and other parts of the state."""
+"""Types that facts use: where a payload lies, why something was not trained, where a group stands, and other parts of the state."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ class Accepted(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What records of a group begin with: where it lies, and the part that it follows, as in `Accepted`."""
+    """A beginning that records of a group share: where it lies, and the part that it follows, as in `Accepted`."""
 
     place: Place
     after: int
 
 
 class Generation(NamedTuple):
-    """A replica's answer that was kept; `episodes` are those of its samples."""
+    """A replica's answer that was kept; `episodes` are the episodes of its samples."""
 
     attempt: int
     turn: int
@@ -95,7 +95,7 @@ class Generation(NamedTuple):
 
 
 class EndedTurn(NamedTuple):
-    """What an environment answered to a turn; `digest` is that of its messages."""
+    """What an environment answered to a turn; `digest` is the digest of its messages."""
 
     reward: float | None
     digest: bytes

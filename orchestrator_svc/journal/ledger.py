@@ -41,7 +41,7 @@ from sluice.v1 import orchestrator_pb2, rollout_pb2
 from sluice.versions import Lineage, Version
 
 KEPT_CHECKPOINTS = 2
-"""Checkpoints that a trainer may return to: what the older one of them covers needs no payloads any more."""
+"""How many checkpoints a trainer may return to. The payloads of batches that the older one covers are not needed any more."""
 
 KEPT_SETTING_CHANGES = 100
 """Changes of settings that the ledger keeps, as Run.changed_settings says."""
@@ -50,7 +50,7 @@ _OF_OTHERS = frozenset({"run_resumed", "evaluation_recorded", "curriculum_noted"
 """Kinds of facts that the ledger leaves to the curriculum, to the evaluations, and to what watches how much is set aside."""
 
 KEPT_SESSIONS = 16_384
-"""Ended sessions that the ledger keeps, the last ones: an agent that repeats a call gets the answer that it got before."""
+"""How many of the last ended sessions the ledger keeps, so that an agent that repeats a call gets the same answer again."""
 
 
 @dataclass(slots=True)
@@ -64,13 +64,13 @@ class Group:
         episodes: Episodes wanted.
         attempt: Attempt of the whole group.
         floor: Oldest version that may sample it.
-        versions: Those of its tokens; while it runs: the floor alone.
+        versions: Versions that sampled its tokens; while it runs: only the floor.
         oldest: Number that the oldest of `versions` counts as in the present epoch.
         ended: Its episodes that ended.
         size: Trajectories that may be trained.
         generations: Answers of replicas, while it runs.
         turns: Answers of the environment by episode, attempt and turn, while it runs.
-        external: What external agents do with its episodes, while it runs; None if none has anything of it.
+        external: What external agents do with its episodes, while it runs; None if no agent has any of them.
         passed: Younger groups that were batched while it was running.
         redrawn: Whether its task has to be, or was, drawn again.
         set_aside: Its trajectories that can never be trained.
@@ -106,7 +106,7 @@ class Group:
     @property
     def trajectories(self) -> list[Accepted]:
         """The trajectories that may be trained, in order."""
-        # Read from the facts when they are wanted: a start folds many groups of which nobody asks for this.
+        # Read from the facts only on demand: a start folds many groups whose trajectories nobody asks for.
         found, before = list[Accepted](), 0
         for fact in self.ended:
             for each in chain.from_iterable(episode.trajectories for episode in fact.episodes):
@@ -118,7 +118,7 @@ class Group:
 
     @property
     def beginnings(self) -> list[Part]:
-        """What several of its trajectories begin with, each behind what it follows."""
+        """Parts that several of its trajectories begin with. Each comes after the part that it follows."""
         found = list[Part]()
         for fact in self.ended:
             before = len(found)
@@ -128,7 +128,7 @@ class Group:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Why an episode ended without a trajectory, by the number of each that did."""
+        """Why episodes ended without a trajectory, by number of the episode."""
         return {
             episode.episode: episode.reason
             for fact in self.ended
@@ -138,7 +138,7 @@ class Group:
 
     @property
     def sampled(self) -> list[Place]:
-        """Where answers of replicas lie that it needs, in no order: none once it is accepted."""
+        """Places of the replicas' answers that it needs, unordered. Empty once it is accepted."""
         sessions = () if self.external is None else self.external.requests
         return [*(each.place for each in self.generations), *(each.place for each in sessions)]
 
@@ -167,9 +167,9 @@ class Batch:
         sequence_no: Its place in the order of batches, from 1.
         groups: Its groups, in the order in which the trainer gets them.
         trajectory_ids: Its trajectories in that order.
-        digests: Digest of each as the trainer gets it; empty if they are not known.
+        digests: Digest of each trajectory as the trainer gets it; empty if they are not known.
         content_digest: Digest of the batch; empty if it is not known.
-        max_staleness: The bound that it was made under; None: that of the settings.
+        max_staleness: The bound that it was made under; None: the bound of the settings.
         learning_rate: The learning rate that it changes to; None: as before.
         sent_in: The last epoch in which the trainer took it; 0 if none did.
     """
@@ -206,17 +206,17 @@ class Ledger:
         set_aside: Trajectories of accepted groups that can never be trained, by reason.
         redraws: Tasks that have to be drawn again, in order.
         redraws_dropped: Tasks that had to be drawn again and will not be, by reason.
-        checkpoints: The last ones: those that a trainer may return to.
-        batches_made: Batches that were made so far, those that were unmade included.
+        checkpoints: The last checkpoints, to which a trainer may return.
+        batches_made: Batches that were made so far, unmade ones included.
         generated: What was generated, by name of the counter.
         elapsed_s: Seconds that the run had lasted at its last step.
         settings: Settings of the live run that were changed, as TOML.
         last_segment: Number of the last segment that a fact names.
-        setting_changes: How they came about, oldest first; the last ones.
+        setting_changes: The last changes of settings, oldest first.
         weight_policies: Replicas that were told to stay at a version and not yet to follow the trainer again, by name.
-        ended_sessions: Sessions of external agents that ended, by name; the last ones.
-        session_ends: How many of them there were so far, by how they ended.
-        changed: Groups that changed since the scheduler looked last; it takes them away.
+        ended_sessions: The last sessions of external agents that ended, by name.
+        session_ends: How many sessions have ended so far, by how they ended.
+        changed: Groups that changed since the scheduler last looked. The scheduler empties this set.
     """
 
     last_seq: int = 0
@@ -249,7 +249,7 @@ class Ledger:
     ended_sessions: dict[str, EndedSession] = field(default_factory=dict)
     session_ends: Counter[str] = field(default_factory=Counter)
     changed: set[int] = field(default_factory=set, compare=False)
-    # Of the batches that a rollback can still reach, and the last one that none can.
+    # Outcomes of the batches that a rollback can still reach, and the last batch that no rollback can reach.
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
     _covered: int = 0
     # Numbers of the live groups, ascending.
@@ -415,7 +415,7 @@ class Ledger:
             del self.ended_sessions[next(iter(self.ended_sessions))]
 
     def _forget_external(self, group: Group) -> None:
-        """Keep the end of the sessions of a group that does not run any more, and nothing else of them."""
+        """Of the sessions of a group that no longer runs, keep only how they ended."""
         if group.external is not None:
             self._keep_sessions(group.external.retired())
             group.external = None
@@ -557,7 +557,7 @@ class Ledger:
         self.batches = dict(sorted({**lost, **self.batches}.items()))
         self.checkpoints = [each for each in self.checkpoints if each.version.number <= origin.number]
         if not self.checkpoints or self.checkpoints[-1].version.number < origin.number:
-            self.checkpoints.append(Checkpoint("", origin, 0))  # the base model, or one that no process lived to note
+            self.checkpoints.append(Checkpoint("", origin, 0))  # the base model, or an unrecorded checkpoint
         for group in self.groups.values():
             group.oldest = self._oldest(group)
         self.changed.update(self.groups)
@@ -629,7 +629,7 @@ class Ledger:
         return group
 
     def _draw_again(self, group: Group, reason: str) -> None:
-        # Once: a rollback may bring a group back whose task was drawn again, and it may be lost a second time.
+        # Only once: a rollback may bring back a group whose task was drawn again, and the group may be lost a second time.
         if not group.redrawn:
             group.redrawn = True
             self.redraws.append(Redraw(group.environment, group.task_id, group.position, reason))

@@ -1,7 +1,7 @@
 """Journals of format 1: tables of groups, batches and counts, which become facts.
 
-Format 1 counted trajectories without naming them and did not keep the task of a group. So what a rollback can still reach
-becomes facts of its own, with names from the payloads; the rest becomes one `HistoryImported`.
+Format 1 counted trajectories without naming them and did not keep the task of a group. So groups and batches that a rollback can still
+reach become facts of their own, with names from the payloads. The rest becomes one `HistoryImported`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def migrate(connection: sqlite3.Connection, path: Path, environment: str) -> Non
 
 
 def _back_up(connection: sqlite3.Connection, copy: Path) -> None:
-    """Copy the database, durably; a copy that is there was made by a migration that did not end."""
+    """Copy the database, durably. An existing copy is from a migration that was interrupted: replace it."""
     unfinished = copy.with_suffix(".unfinished")
     try:
         unfinished.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ def _facts(connection: sqlite3.Connection, segments: Path, environment: str) -> 
 def _trajectories(
     connection: sqlite3.Connection, segments: Path, number: int
 ) -> dict[str, tuple[pb.PayloadPlace, str]]:
-    """Return place and task of a group's trajectories by name, which the payloads know."""
+    """Return place and task of a group's trajectories by name. The names come from the payloads."""
     found = {}
     rows = connection.execute(
         "SELECT ordinal, segment, offset FROM trajectories WHERE number = ? ORDER BY 1", (number,)

@@ -1,4 +1,4 @@
-"""Trajectories as memory and journal hold them: what several of a group begin with, such as a prompt, is there once.
+"""Trajectories as memory and journal hold them: a beginning that several trajectories of a group share, such as a prompt, is stored once.
 
 A record is the protobuf merge of its parts, in order: token ids and messages are appended, everything else is in the last part.
 
@@ -6,7 +6,7 @@ A record is the protobuf merge of its parts, in order: token ids and messages ar
         +-- "a": 1 token, reward, mask    SharedRecord
         +-- "b": 1 token, reward, mask    SharedRecord
 
-`SharedRecord.whole` puts a record together where it leaves: in a batch, a file, an answer.
+`SharedRecord.whole` assembles a record that leaves the process: in a batch, a file or an answer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Beginning:
     """Token ids and messages that several records begin with.
 
     Attributes:
-        payload: A serialized TrajectoryRecord with those that follow `after`.
-        tokens: Token ids up to its end, those of `after` included.
-        trajectory_bytes: Upper bound on what they take of a serialized Trajectory.
-        after: What it follows; None if records begin with it.
+        payload: A serialized TrajectoryRecord with the token ids and messages that follow `after`.
+        tokens: Number of token ids up to its end, those of `after` included.
+        trajectory_bytes: Upper bound on the bytes of these tokens in a serialized Trajectory.
+        after: The beginning that it follows; None if it comes first.
     """
 
     payload: bytes
@@ -49,7 +49,7 @@ class Beginning:
 
     @classmethod
     def read(cls, payload: bytes, after: Beginning | None) -> Beginning:
-        """Return what a journal has.
+        """Return the beginning that a payload of the journal holds.
 
         Raises:
             DecodeError: if it is not a TrajectoryRecord.
@@ -64,7 +64,7 @@ class Beginning:
         return cls(payload, tokens, size, after)
 
     def parts(self) -> list[Beginning]:
-        """Return this one and those that it follows, in order."""
+        """Return this beginning and all before it, in order."""
         found = [self]
         while (before := found[-1].after) is not None:
             found.append(before)
@@ -119,7 +119,7 @@ class SharedRecord:
 
 
 def note_sampled(record: orchestrator_pb2.TrajectoryRecord, response: rollout_pb2.GenerateResponse) -> None:
-    """Note which replicas sampled the next tokens of a trajectory, and when; an answer of an earlier release does not say it."""
+    """Note which replicas sampled the next tokens of a trajectory, and when; An answer of an earlier release does not say so."""
     for each in response.replicas:
         if each not in record.replicas:
             record.replicas.append(each)
@@ -128,7 +128,7 @@ def note_sampled(record: orchestrator_pb2.TrajectoryRecord, response: rollout_pb
 
 
 class Each(Sequence[_Made]):
-    """What a function makes of each record of a group, made when it is asked for.
+    """A sequence that applies a function to each record of a group when an item is read.
 
     Args:
         records: The records.
@@ -172,7 +172,7 @@ class Encoded:
 
     Attributes:
         records: The records.
-        beginnings: What they begin with, each once, behind what it follows.
+        beginnings: The parts that they begin with, each once, after the part that it follows.
         rests: Their own part, one for each record.
     """
 
@@ -202,7 +202,7 @@ def _part(payload: bytes, after: int) -> EncodedPart:
 
 
 def decoded(beginnings: Iterable[tuple[bytes, int]], rests: Iterable[tuple[bytes, int]]) -> Iterator[SharedRecord]:
-    """Yield the records of a group, of payloads with the index of the part that each follows, as `EncodedPart` has it.
+    """Yield the records of a group. Each payload comes with the index of the part that it follows, as in `EncodedPart`.
 
     Raises:
         DecodeError: if a payload is not a TrajectoryRecord.

@@ -31,7 +31,7 @@ class SegmentError(Exception):
 
 
 class Disk:
-    """What the journal asks of the disk; a test replaces it by one that fails at any of these calls."""
+    """The disk operations of the journal. Tests replace this class by one that fails at any of these calls."""
 
     def write(self, file: BinaryIO, content: bytes) -> None:
         """Append to a file."""
@@ -106,7 +106,7 @@ class SegmentWriter:
     def __init__(self, directory: Path, max_bytes: int, disk: Disk, *, after: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._max_bytes, self._disk = directory, max_bytes, disk
-        # Never append behind a torn end: each start begins a file of its own.
+        # Never append after a torn end: each start begins a new file.
         self._next_segment = max([after, *segment_numbers(directory)]) + 1
         self._next_offset = len(MAGIC)
         self._file: BinaryIO | None = None
@@ -146,7 +146,7 @@ class SegmentWriter:
             self._file = None
 
     def delete_below(self, number: int | None) -> None:
-        """Delete the segments below a number, or all for None; the one that is written to stays."""
+        """Delete the segments below a number, or all for None. Keep the segment that is written to."""
         for each in segment_numbers(self._directory):
             if each != self._written_segment and (number is None or each < number):
                 segment_path(self._directory, each).unlink(missing_ok=True)

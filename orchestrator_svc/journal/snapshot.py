@@ -2,8 +2,8 @@
 
     journal/snapshot.bin    magic, xxh3-128 of what follows, and a `Snapshot` of journal.proto
 
-It holds nothing that the facts do not say. One that is damaged, or belongs to other facts, settings or code, is ignored: the start reads
-all facts, as it does without a snapshot.
+It holds nothing that does not follow from the facts. A snapshot that is damaged, or belongs to other facts, settings or code, is ignored:
+the start reads all facts, as it does without a snapshot.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = structlog.get_logger(__name__)
 FILE = "snapshot.bin"
 
 LEAST_FACTS = 20_000
-"""Facts after a snapshot that make another one worth its time: to read them takes a start a quarter of a second."""
+"""So many facts after a snapshot are worth another one: reading them would take a start a quarter of a second."""
 
 _VALUES_PER_FACT = 2
-"""Values of a snapshot that are written and read in the time that a start takes for one fact."""
+"""How many values of a snapshot can be written and read in the time in which a start reads one fact."""
 
 _MAGIC = b"sluice snapshot 1\n"
 _DIGEST_BYTES = 16
@@ -52,7 +52,7 @@ _CODE = (
     "sluice.versions",
     __name__,
 )
-"""Modules that make states of facts: a snapshot of other code is not used."""
+"""Modules that turn facts into states: a snapshot that was made by other code is not used."""
 
 State: TypeAlias = Any
 """Plain values: None, numbers, texts, bytes, and lists, tuples, sets, counters and dictionaries of them."""
@@ -62,7 +62,7 @@ class Keeper(Protocol):
     """Follows the facts, and keeps a state of its own."""
 
     def state(self) -> State:
-        """Return what the facts so far have made."""
+        """Return the state after the facts so far."""
 
     def restore(self, state: State) -> None:
         """Take over a state, in place of all facts so far."""
@@ -72,8 +72,8 @@ class Snapshots:
     """Reads and writes the snapshot of one run.
 
     Args:
-        keepers: Those who follow the facts beside the ledger, always in the same order.
-        settings: What their states depend on beside the facts; a snapshot made under others is not used.
+        keepers: The objects that follow the facts beside the ledger, always in the same order.
+        settings: What their states depend on beside the facts. A snapshot that was made under other settings is not used.
         least_facts: Facts after a snapshot before another one is written; None: LEAST_FACTS.
     """
 
@@ -87,10 +87,10 @@ class Snapshots:
         return facts >= max(self._least_facts, self._values // _VALUES_PER_FACT)
 
     def read(self, directory: Path, fact_at: Callable[[int], bytes | None]) -> tuple[int, Ledger] | None:
-        """Restore the keepers; return the number of the snapshot's last fact and the ledger after it. None: there is none that fits.
+        """Restore the keepers; return the number of the snapshot's last fact and the ledger after it. None: no snapshot fits.
 
         Args:
-            directory: That of the journal's segments.
+            directory: The directory of the journal's segments.
             fact_at: Returns the serialized fact of a number, None if there is none.
         """
         try:
@@ -117,18 +117,18 @@ class Snapshots:
             snapshot = journal_pb2.Snapshot(seq=seq, fact_digest=xxhash.xxh3_128_digest(fact), fits=self._fits)
             _Writer(snapshot).add([ledger, *(each.state() for each in self._keepers)])
             content = snapshot.SerializeToString()
-            # Without a sync: the digest tells whether all of it came to the disk.
+            # Without a sync: the digest shows whether all of it reached the disk.
             building.write_bytes(_MAGIC + xxhash.xxh3_128_digest(content) + content)
             building.replace(directory / FILE)
             self._values = len(snapshot.values)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run does not need it
+        except Exception as error:  # noqa: BLE001 - the run does not need a snapshot
             with contextlib.suppress(OSError):
                 building.unlink(missing_ok=True)
             log.warning("the snapshot of the journal cannot be written; the next start takes longer", error=repr(error))
 
 
 def _digest_of_code(settings: Iterable[str]) -> bytes:
-    """Return the digest of the settings, and of the code that makes states of facts."""
+    """Return the digest of the settings, and of the code that turns facts into states."""
     digest = xxhash.xxh3_128((version("protobuf") + sys.version).encode())
     for name in _CODE:
         digest.update(Path(importlib.import_module(name).__file__ or "").read_bytes())
@@ -177,14 +177,14 @@ class _Writer:
         self._values, self._names = snapshot.values, snapshot.kinds
         self._kinds: dict[str, int] = {}
         self._plain: dict[tuple[type, Any], int] = {}
-        self._objects: dict[int, tuple[int, object]] = {}  # with the object, so that its id is not given to another one
+        self._objects: dict[int, tuple[int, object]] = {}  # with the object, so that no other object gets its id
         self._fields: dict[type, tuple[str, ...]] = {}
 
     def add(self, value: State) -> int:
         """Return the index of a value.
 
         Raises:
-            TypeError: if it is of a kind that no snapshot holds.
+            TypeError: if a snapshot cannot hold this kind of value.
         """
         kind = type(value)
         if kind in {int, str, bytes, bool, type(None)}:
@@ -227,7 +227,7 @@ class _Writer:
         return len(self._values) - 1
 
     def _parts(self, value: State, kind: type) -> tuple[str, Iterable[State]]:
-        """Return the name of a kind of objects, and what this one consists of."""
+        """Return the name of a value's kind, and the parts that the value consists of."""
         name = kind.__name__
         if _MAPPINGS.get(name) is kind:
             return name, (part for item in value.items() for part in item)
@@ -270,7 +270,7 @@ class _Reader:
 
 
 def _maker(kind: str) -> Callable[[list[State]], State]:
-    """Return what makes an object of its parts."""
+    """Return a function that makes an object from its parts."""
     if (mapping := _MAPPINGS.get(kind)) is not None:
         return lambda parts: mapping(dict(zip(parts[::2], parts[1::2], strict=True)))
     if (items := _ITEMS.get(kind)) is not None:

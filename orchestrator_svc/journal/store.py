@@ -4,9 +4,9 @@
     journal/segment-*.bin     payloads (answers of replicas, trajectories) that facts name; deleted once a checkpoint covers them
     journal/snapshot.bin      the state after one of the facts (journal/snapshot.py)
 
-`Journal.record_fact` applies a fact to the ledger and queues it; nothing else changes the ledger. Facts are gathered for a few
-milliseconds, or until somebody waits for them, and made durable together: payloads first, then the facts in one transaction, so
-that no fact names what is not there. The next start takes the state of the snapshot, and folds the facts after it.
+`Journal.record_fact` applies a fact to the ledger and queues it; nothing else changes the ledger. Facts are gathered for a few milliseconds, or until somebody waits for them, and made durable together: payloads first, then the
+facts in one transaction, so that no fact names a payload that is missing. The next start takes the state of the snapshot, and folds
+the facts after it.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ _Payload = TypeVar("_Payload", bound=Message)
 _Read = TypeVar("_Read")
 
 _DISK_S = 300.0
-"""Seconds that the disk may take for the facts that wait; a disk that needs longer is gone."""
+"""Seconds that the disk may take to write the waiting facts. A disk that needs longer counts as gone."""
 
 _SMALL_TOKENS = 1 << 14
-"""Token ids of a group that are encoded in a fraction of a millisecond: a thread would cost more."""
+"""Groups with up to so many token ids are encoded in a fraction of a millisecond: a thread would cost more."""
 
 _CLOSE_S = 30.0
 """Seconds that closing the files may take, once everything recorded is on disk."""
 
 _SNAPSHOT_S = 2.0
-"""Seconds that the end waits for a snapshot."""
+"""Seconds that `Journal.close` waits for a snapshot."""
 
 _PAGE = 10_000
-"""Facts read at a time: short transactions let a live run clean its write-ahead log up."""
+"""Facts read at a time: short transactions let a live run clean up its write-ahead log."""
 
-# Rows are never deleted, so the file has no pages to give back: it needs no auto_vacuum. The migration, which does delete, ends
-# with a VACUUM.
+# Rows are never deleted, so the file has no pages to give back: it needs no auto_vacuum. Only the migration deletes rows;
+# it ends with a VACUUM.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (
@@ -77,7 +77,7 @@ class GroupDamagedError(JournalError):
 
 
 def read_facts(run_dir: Path, after: int = 0) -> Iterator[tuple[int, journal_pb2.Fact]]:
-    """Yield the facts of a run after number `after` in order, each with its number; also while the run is alive, which is not disturbed.
+    """Yield the facts of a run after number `after` in order, each with its number. This does not disturb a live run.
 
     `ledger.folded` turns them into the state of the run.
 
@@ -158,12 +158,12 @@ class Journal:
     Args:
         run_dir: The run's directory: ``journal.sqlite`` and ``journal/`` lie in it.
         identity: What must not change between two starts, such as run and seed.
-        environment: Name that the only environment of an older journal gets, which did not keep it.
+        environment: Name for the only environment of an older journal, which did not record the name.
         software_version: Release of the program, for people to read.
         limits: When the journal writes, and how much may wait.
-        follow: Gets every fact after the ledger took it, those of earlier processes first, from the snapshot on.
-        snapshots: Reads and writes the snapshot of the ledger and of those followers that keep a state; None: all facts are read.
-        given_up: Set by another thread while the constructor reads: nobody wants the journal any more.
+        follow: Gets every fact after the ledger has applied it. Facts of earlier processes come first, from the snapshot on.
+        snapshots: Reads and writes the snapshot of the ledger and of the followers with a state. None: a start reads all facts.
+        given_up: Set by another thread to stop the constructor's reading, because the journal is no longer wanted.
         disk: Does the writing.
         clock: Times the waits for the disk.
 
@@ -201,7 +201,7 @@ class Journal:
         self._waiting = _Waiting()
         self._durable_seq = self._taken_seq = 0
         self._writing_since: float | None = None
-        self._awaited = asyncio.Event()  # somebody waits for facts that no write has taken
+        self._awaited = asyncio.Event()  # set if somebody waits for facts that no write has taken
         self._flushing: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
         self._failure: JournalError | None = None
@@ -218,7 +218,7 @@ class Journal:
     def _fold(self) -> Ledger:
         ledger, self._snapshot_seq = Ledger(), 0
         collects = gc.isenabled()
-        gc.disable()  # a million facts make no cycles, and looking for some takes a third of the time
+        gc.disable()  # a million facts make no cycles, and searching for cycles takes a third of the time
         try:
             if self._snapshots is not None and (found := self._snapshots.read(self._directory, self._fact_at)):
                 self._snapshot_seq, ledger = found
@@ -228,7 +228,7 @@ class Journal:
                     self._follow(fact)
                 if self._given_up.is_set():
                     break
-            # A row that was lost behind the last fact must not have its number given to another one.
+            # If a row after the last fact was lost, its number must not be given to another fact.
             highest = self._run("SELECT seq FROM sqlite_sequence WHERE name = 'facts'").fetchone()
         except (LedgerError, DecodeError, sqlite3.DatabaseError) as error:
             self._connection.close()
@@ -257,7 +257,7 @@ class Journal:
         return None if row is None else row[0]
 
     def _due_snapshot(self, seq: int) -> Callable[[], None] | None:
-        """Return what writes a snapshot of the present state, after fact `seq`; None if few facts came after the last one."""
+        """Return a function that writes a snapshot of the state after fact `seq`; None if too few facts came after the last one."""
         snapshots = self._snapshots
         if snapshots is None or not snapshots.is_due(seq - self._snapshot_seq):
             return None
@@ -265,7 +265,7 @@ class Journal:
         return None if fact is None else partial(snapshots.write, self._directory, seq, fact, self.ledger)
 
     def _begin(self, identity: Mapping[str, str], software_version: str) -> None:
-        """Check whose journal this is, and record this process before anything can be named after it."""
+        """Check that the journal belongs to this run, and record the start of this process before its number is used in a name."""
         for key, value in identity.items():
             known = self.ledger.identity.get(key, value)
             if known != value:
@@ -339,7 +339,7 @@ class Journal:
             self._waiting.deletes = True
 
     def scrape(self) -> Iterator[Metric]:
-        """Yield how far the disk is behind, and what is kept on it, as Prometheus metrics."""
+        """Yield Prometheus metrics: how far the disk is behind, and how much is kept on it."""
         behind = self.ledger.last_seq - self._durable_seq
         since = self._waiting.since if self._writing_since is None else self._writing_since
         lag_s = self._clock() - since if behind else 0.0
@@ -350,7 +350,7 @@ class Journal:
         yield gauge("sluice_run_journal_bytes", "Bytes of payloads that the journal keeps.", float(self.kept_bytes))
 
     def _forget(self, fact: journal_pb2.TrajectoriesSetAside) -> None:
-        """Drop from memory what was set aside of a group."""
+        """Drop from memory the trajectories of a group that were set aside."""
         group, gone = self.ledger.groups.get(fact.group), set(fact.trajectory_ids)
         records = self._in_memory.pop(fact.group, None)
         if group is not None and records is not None:
@@ -366,7 +366,7 @@ class Journal:
             await self.durable()
 
     def keep(self, payload: Message) -> journal_pb2.PayloadPlace:
-        """Write a payload, and return its place for the fact that names it, which has to be recorded before any waiting.
+        """Write a payload, and return its place for the fact that names it. Record that fact before the next `await`.
 
         Raises:
             JournalError: if the disk is too slow.
@@ -413,7 +413,7 @@ class Journal:
     # Waiting and reading.
 
     async def durable(self) -> int:
-        """Return when everything recorded before this call is on disk: the number of the last fact. It is written at once.
+        """Write at once, wait until everything recorded before this call is on disk, and return the number of the last fact.
 
         Raises:
             JournalError: if it cannot be written, now or at any time before.
@@ -436,10 +436,10 @@ class Journal:
         return wanted
 
     async def trajectories(self, group: Group) -> list[SharedRecord]:
-        """Return the trajectories of a group that is in the ledger; of a live one they stay in memory.
+        """Return the trajectories of a group that is in the ledger. Those of a live group stay in memory.
 
         Raises:
-            GroupDamagedError: if a restart made it necessary to read them, and one is damaged.
+            GroupDamagedError: if they must be read from disk after a restart, and one is damaged.
             JournalError: if nothing can be read now.
         """
         if group.number not in self._in_memory:
@@ -475,7 +475,7 @@ class Journal:
         return list(decoded(payloads(group.beginnings), payloads(group.trajectories)))
 
     async def close(self) -> None:
-        """Write what waits and close the files; those of a disk that does not answer are left open.
+        """Write what waits and close the files. Leave them open if the disk does not answer.
 
         Raises:
             JournalError: if what waits cannot be written.
@@ -500,7 +500,7 @@ class Journal:
             await self.durable()
         finally:
             self._failure = self._failure or JournalError("the journal is closed: start the run again to continue it")
-            # Where `durable` fails or is cancelled the thread may hang in a write, and nothing is gained by waiting for it.
+            # If `durable` fails or is cancelled, the thread may hang in a write: do not wait for it.
             closing, writing = self._thread.submit(close), self._thread.submit(write_snapshot)
             self._thread.end()
             discard_outcome(closing)
@@ -510,14 +510,14 @@ class Journal:
                 await asyncio.wait({closing})
         except TimeoutError:
             log.warning("the disk does not let the journal close; its files stay open", path=str(self._directory))
-        with contextlib.suppress(TimeoutError):  # the next start reads more facts then
+        with contextlib.suppress(TimeoutError):  # then the next start reads more facts
             async with self._clock.timeout(_SNAPSHOT_S):
                 await asyncio.wait({writing})
 
     # Writing.
 
     async def _flush(self) -> None:
-        """Write until nothing waits; whatever arrives during one write travels in the next."""
+        """Write until nothing waits. What arrives during one write goes into the next."""
         try:
             while self._waiting.facts:
                 with contextlib.suppress(TimeoutError):
@@ -560,7 +560,7 @@ class Journal:
                 self._run("ROLLBACK")
             raise
         if work.deletes:
-            # One that stays, because this process is killed or the disk refuses, is deleted at the next start.
+            # A segment that is left, because this process is killed or the disk refuses, is deleted at the next start.
             try:
                 self._segments.delete_below(work.unneeded_below)
             except OSError as error:
@@ -578,7 +578,7 @@ def _open(path: Path, environment: str) -> sqlite3.Connection:
     """Open the database, and migrate it if an older release wrote it.
 
     Raises:
-        JournalError: if it is no journal, or of a newer release.
+        JournalError: if it is not a journal, or a newer release wrote it.
     """
     try:
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)

@@ -1,7 +1,7 @@
 """Which task is drawn next: the mix of environments, the pools of tasks by solve rate, rate limits, quarantine and how tasks leave it.
 
-A pure state machine: no clock, no I/O. `Curriculum.choose_task` only looks; `Curriculum.apply_fact` takes the facts of the journal, one
-after the other, and changes the state. A start reads the same facts and draws on where the process before it stopped.
+A pure state machine: no clock, no I/O. `Curriculum.choose_task` changes nothing; `Curriculum.apply_fact` takes the facts of the journal, one after the other,
+and changes the state. A start reads the same facts and continues the draws where the previous process stopped.
 
 A draw has one of three causes, in this order: a task is drawn again (its trajectories were too old, or damaged); a group that
 brought no signal is replaced by another task of its environment; or the mix chooses. Only the third is charged to the mix.
@@ -26,7 +26,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2
 
 NO_SIGNAL = "NO_SIGNAL"
-"""Why a group was dropped whose rewards teach nothing, and why another one was drawn in its place."""
+"""Reason for dropping a group whose rewards teach nothing, and for drawing another one in its place."""
 
 FAULTS = frozenset(
     {
@@ -41,19 +41,19 @@ FAULTS = frozenset(
         "ENVIRONMENT_MEMORY",
     }
 )
-"""Why a group failed if its task may be at fault: these count towards quarantine."""
+"""Reasons of failures that the task may have caused: these count towards quarantine."""
 
 SHARED = (FAULTS - {"REWARD_TOO_LARGE", "REQUEST_REFUSED", "ENVIRONMENT_MESSAGES"}) | {"EPISODE_FAILED"}
-"""Why groups of many tasks fail if something is down that they share, such as a judge or the replicas."""
+"""Reasons of failures of groups of many tasks if something that they share is down, such as a judge or the replicas."""
 
 ENDED = frozenset({NO_SIGNAL, "OVERLONG", "NO_TOKENS"})
-"""Why a group was dropped whose episodes ran to their end, so that their rewards count in the solve rate."""
+"""Reasons for dropping a group whose episodes ran to their end, so that their rewards count in the solve rate."""
 
 _NOTE_AFTER = 1000
-"""Tasks that changed since the last note after which another one is due. Bounds the time that a note takes, and its size."""
+"""Record another note once so many tasks changed since the last one. Bounds the time that a note takes, and its size."""
 
 _ROUNDING = 1e-9
-"""Groups by which a level may be off."""
+"""Rounding error of a bucket's level, in groups."""
 
 
 class StartRate:
@@ -108,7 +108,7 @@ class EnvironmentCounts:
     """What became of the groups of one environment.
 
     Attributes:
-        passed_on: Groups of its share that others got because it could not deliver.
+        passed_on: Groups of its share that other environments got because it could not deliver.
         by_pool: Groups drawn, by pool of the task.
         overlong: Trajectories that the rule for long episodes changed or left out, by rule.
     """
@@ -122,7 +122,7 @@ class EnvironmentCounts:
     overlong: Counter[str] = field(default_factory=Counter)
 
     def state(self) -> tuple[Any, ...]:
-        """Return its fields, of which it can be made again."""
+        """Return its fields, from which it can be made again."""
         return tuple(getattr(self, each.name) for each in fields(self))
 
 
@@ -189,7 +189,7 @@ class Curriculum:
         }
 
     def _mix(self) -> Shares:
-        """Return the mix, with the ratios that the settings have now: they may change while the run lives."""
+        """Return the mix with the current ratios of the settings, which may change while the run lives."""
         for name, each in self._sources.items():
             self._shares.want(name, each.settings.ratio)
         return self._shares
@@ -201,7 +201,7 @@ class Curriculum:
 
         Args:
             now: Monotonic seconds.
-            redraws: Tasks that have to be drawn again, in order. One that cannot be drawn any more is passed over.
+            redraws: Tasks that have to be drawn again, in order. A task that cannot be drawn any more is passed over.
             away: Environments that are left out.
         """
         able = [name for name, each in self._sources.items() if name not in away and each.can_deliver(now)]
@@ -218,14 +218,14 @@ class Curriculum:
         return self._draw_from(chosen, "", tuple(name for name in self._sources if name not in able))
 
     def why_not_again(self, redraw: Redraw) -> str:
-        """Return the reason for which a task will not be drawn again; empty if it will."""
+        """Return why a task will not be drawn again; empty if it will."""
         task = self.task(redraw.environment, redraw.task_id, redraw.position)
         if task is None:
             return Reason.TASK_CHANGED
         return "" if self.drawable(redraw.environment, task.task_id) else Reason.QUARANTINED
 
     def start(self, environment: str, now: float) -> None:
-        """Count a group that starts now against the environment's rate. A start of the process begins with full buckets."""
+        """Count a group that starts now against the environment's rate. A new process begins with full buckets."""
         self._sources[environment].rate.start(now)
 
     def wait_s(self, now: float) -> float | None:
@@ -251,7 +251,7 @@ class Curriculum:
         known = self._sources[name].stream.progress.get(task_id)
         return known.draws if known else 0
 
-    # What became true.
+    # Facts.
 
     def apply_fact(self, fact: journal_pb2.Fact) -> None:
         """Take one fact. Those of an environment that the settings no longer have change nothing."""
@@ -318,7 +318,7 @@ class Curriculum:
 
     def is_solved(self, environment: str, reward: float) -> bool:
         """Return whether an episode with this reward counts as solved: it is at least `pools.solved_reward` of its environment."""
-        source = self._sources.get(environment)  # a run may have had others before
+        source = self._sources.get(environment)  # the run may have had other environments before
         return reward >= (PoolsConfig() if source is None else source.settings.pools).solved_reward
 
     def _dropped(self, fact: journal_pb2.GroupDropped) -> None:
@@ -349,7 +349,7 @@ class Curriculum:
 
     def _setting_changed(self, fact: journal_pb2.SettingChanged) -> None:
         for name, each in self.environments.items():
-            if fact.key == ratio_key(name):  # the draws that follow were charged to the mix by this ratio
+            if fact.key == ratio_key(name):  # this ratio applied to the draws that follow
                 each.ratio = float(fact.new_value)
 
     def _noted(self, noted: journal_pb2.CurriculumNoted) -> None:
@@ -405,7 +405,7 @@ class Curriculum:
     def task(self, environment: str, task_id: str, position: int) -> Task | None:
         """Return a task; None if the environment, or the task in it, no longer exists.
 
-        A journal of format 1 kept no names: then the position tells the task.
+        A journal of format 1 kept no names: then the position identifies the task.
         """
         source = self._sources.get(environment)
         if source is None:
@@ -430,12 +430,12 @@ class Curriculum:
         return sum(each.running * each.settings.group_size for each in self._sources.values())
 
     def share(self, environment: str) -> float:
-        """Return the share of the groups that an environment is meant to have, 0 to 1."""
+        """Return the share of groups that an environment should have, 0 to 1."""
         return self._mix().share(environment)
 
     @property
     def note_is_due(self) -> bool:
-        """Whether so many tasks changed that `noted` should be recorded."""
+        """Whether enough tasks changed to record `noted`."""
         return sum(each.stream.unnoted for each in self._sources.values()) >= _NOTE_AFTER
 
     def noted(self) -> journal_pb2.CurriculumNoted:
@@ -457,13 +457,13 @@ def overlong_counter(environment: str, rule: str) -> str:
 
 
 RELEASE = "quarantine.release"
-"""Key of `sluice set` that is no setting: its value is a task, or `ALL`."""
+"""Key of `sluice set` that is not a setting: its value is a task, or `ALL`."""
 
 ALL = "all"
-"""Value of it that stands for every task in quarantine."""
+"""Value of `RELEASE` for all tasks in quarantine."""
 
 _MOST_NAMED = 10
-"""Tasks in quarantine that a refusal names."""
+"""Most tasks in quarantine that a refusal names."""
 
 
 def tasks_to_release(curriculum: Curriculum, text: str) -> list[tuple[str, str]]:
@@ -471,7 +471,7 @@ def tasks_to_release(curriculum: Curriculum, text: str) -> list[tuple[str, str]]
 
     Args:
         curriculum: Knows which tasks are in quarantine.
-        text: `ALL`, TASK, or ENVIRONMENT/TASK, as TOML or as it is.
+        text: `ALL`, TASK, or ENVIRONMENT/TASK, as a TOML string or without quotes.
 
     Raises:
         SluiceError: INVALID_ARGUMENT if no such task is in quarantine.
@@ -499,7 +499,7 @@ def release_fact(environment: str, task_id: str, principal: str = "") -> journal
 
 
 def _plain(text: str) -> str:
-    """Return a value of TOML if it is a text, else the words as they are."""
+    """Return the value if `text` is a TOML string, else `text` itself."""
     try:
         value = tomllib.loads(f"value = {text}\n").get("value")
     except (tomllib.TOMLDecodeError, RecursionError):

@@ -1,6 +1,6 @@
 """From a task to a scored group: draw a task when the staleness bound and a replica allow it, run and score its episodes.
 
-`Dispatcher` owns the running groups: each ends as accepted, ready for a batch, or dropped and counted.
+`Dispatcher` owns the running groups. Each ends accepted, and then is ready for a batch, or is dropped and counted.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from sluice.versions import Version, versions_of
 log = structlog.get_logger(__name__)
 
 _LOOK_AGAIN_S = 0.5
-"""Seconds between two looks at the replicas: the end of a cooldown notifies nobody."""
+"""Seconds between two checks of the replicas: nothing signals the end of a cooldown."""
 
 _OUTAGE = "outage"
-"""Name of the cause in what the run waits for."""
+"""Name of this cause in `RunStatus.waits_for`."""
 
 _PROBLEM_CHARACTERS = 1000
-"""Characters that are kept of the reason why a task is in quarantine."""
+"""Most characters that are kept of the reason for a task's quarantine."""
 
 
 class _GroupFailedError(Exception):
-    """A group brings nothing to train.
+    """A group has nothing to train.
 
     Attributes:
         reason: Why.
-        problem: The same for people.
+        problem: The reason, for people.
         heals: Whether waiting may help.
         records: The trajectories of its episodes, if these ended.
     """
@@ -77,8 +77,8 @@ class Dispatcher:
         pace: Says how long the next group may wait; follows them too.
         runners: Run the groups of each environment, with one engine.
         space: Says whether the run waits for room on a disk.
-        desk: Offers the groups that agents outside run.
-        recorder: Writes the text of what brings nothing to train.
+        desk: Offers the groups that external agents run.
+        recorder: Writes the text of trajectories that are not trained.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -120,12 +120,12 @@ class Dispatcher:
         self._unfinished = deque(each for each in groups if each.stage is Stage.RUNNING)
 
     def pause(self) -> None:
-        """Start no more groups; those under way end."""
+        """Start no more groups; running groups continue to their end."""
         self._paused = True
 
     @property
     def paused(self) -> bool:
-        """Whether no group starts, because somebody paused the run or a disk is short of room."""
+        """Whether groups may not start, because somebody paused the run or a disk is short of room."""
         return self._paused or bool(self._space.short)
 
     @property
@@ -134,23 +134,23 @@ class Dispatcher:
         return self._status.waits_for.get(_OUTAGE, "")
 
     def resume(self) -> None:
-        """Start groups again, as soon as there is room for what they bring."""
+        """Start groups again, as soon as the disks have room."""
         self._paused = False
         self._outage.try_now(self._clock())
         self._changed.set()
 
     def apply_limits(self, max_staleness: int) -> None:
-        """Take over limits that were changed while the run lives, for groups under way as for those to come."""
+        """Apply limits that were changed while the run lives, to running and to future groups."""
         bound = replace(self._scheduler.bound, max_staleness=max_staleness, max_concurrent=self._config.max_concurrent)
         self._scheduler.change_bound(bound)
         self._scheduler.max_running = self._config.max_running
         self._changed.set()
 
     async def run(self) -> None:
-        """Dispatch until cancelled; groups under way are then cancelled too.
+        """Dispatch until cancelled. Then running groups are cancelled, too.
 
         Raises:
-            SluiceError: if groups fail one after the other, or no replica has been there for too long.
+            SluiceError: if groups fail one after the other, or there has been no replica for too long.
         """
         turn = Turn()
         try:
@@ -169,7 +169,7 @@ class Dispatcher:
                         async with self._clock.timeout(min(each for each in waits_s if each is not None)):
                             await self._changed.wait()
         finally:
-            self._note_counts({})  # the next process counts on from here
+            self._note_counts({})  # the next process continues the counts from here
 
     def _put_off(self) -> None:
         """Give up the places of groups whose agents do not come, if other environments can be played meanwhile."""
@@ -200,7 +200,7 @@ class Dispatcher:
             self._unfinished.popleft()
             group = self._continue(unfinished, version)
         settings = self.curriculum.environments.get(group.environment, self._config)
-        # The agents of an external group come when they like: it is not waited for.
+        # Nobody knows when agents come for an external group, so other groups do not wait for it.
         self._outage.started(group.number, self._clock(), awaited=settings.workflow != EXTERNAL)
         running = groups.create_task(self._run_group(group), name=group.name)
         if self._lockstep is not None:
@@ -237,7 +237,7 @@ class Dispatcher:
         )
 
     def _last_quarantined(self) -> str:
-        """Return why the task that came last is in quarantine, as a clause for people."""
+        """Return why the task that was put in quarantine last is there, as a clause for people."""
         *_, last = ("", ""), *self.curriculum.quarantined
         environment, task_id = last
         if not task_id:
@@ -286,20 +286,20 @@ class Dispatcher:
         return self._draw(again, version)
 
     def _version_to_start_on(self, wanted: Version | None) -> Version | None:
-        """Return the version of a replica that may sample one more group; None while none may."""
+        """Return the version of a replica that may sample one more group; None if no replica may."""
         now = self._clock()
         replica = self._pool.pick(wanted) if wanted is not None else None
         waits_for_version = wanted is not None and replica is None
         self._pool.wait_for(wanted if waits_for_version else None)
         blocked = not self.paused and (self._scheduler.at_capacity or waits_for_version or self._paced_s > 0)
         self._status.dispatch_blocked.set(blocked, now)
-        # At the bound, replicas may still be busy with earlier groups: then neither side waits for the other.
+        # At the bound, replicas may still be busy with earlier groups. Then they are not idle.
         self._status.rollout_idle.set(blocked and not self._ledger.count(Stage.RUNNING), now)
         self._check_waits(self._waited_for(wanted if waits_for_version else None), now)
         return replica.version if replica is not None else None
 
     def _waited_for(self, wanted: Version | None) -> Version | None:
-        """Return a version that a group waits for and no replica serves: the next group (`wanted`), or one under way. None: no group waits.
+        """Return a version that a group waits for and no replica serves: the next group (`wanted`), or a running one. None: no group waits.
 
         The deadlines of groups do not count such a wait, so it has deadlines of its own.
         """
@@ -311,10 +311,10 @@ class Dispatcher:
         return next((groups[number].floor for number, each in self._deadlines.items() if each.nowhere), None)
 
     def _check_waits(self, wanted: Version | None, now: float) -> None:
-        """End the run if it has waited too long for a replica of the version `wanted`: since all are lost, or take no new version.
+        """End the run if it has waited too long for a replica with the version `wanted`: all are lost, or none takes a new version.
 
         Raises:
-            SluiceError: UNAVAILABLE with what each replica lacks.
+            SluiceError: UNAVAILABLE; it says what each replica lacks.
         """
         limits = self._config.deadlines
         lost = wanted is not None and all(each.why_not() for each in self._pool.replicas)
@@ -356,11 +356,11 @@ class Dispatcher:
         """Run the episodes of a group.
 
         Raises:
-            _GroupFailedError: if they bring nothing.
+            _GroupFailedError: if they have nothing to train.
             NoAgentError: if no agent came for them.
             JournalError: if they cannot be written.
         """
-        # External agents have times of their own, which begin with the first lease.
+        # External agents have deadlines of their own, which begin with the first lease.
         limit_s = None if settings.workflow == EXTERNAL else self._config.deadlines.episode_s
         deadline = self._deadlines[group.number] = ServedDeadline(limit_s, self._clock, self._waiting_requests)
         try:
@@ -409,7 +409,7 @@ class Dispatcher:
         Args:
             group: The group.
             reason: Reason for episodes that have none of their own.
-            ended: What the other episodes brought.
+            ended: The trajectories of the other episodes.
         """
         lost, known = group.lost, {each.trajectory.episode_id for each in ended}
         try:
@@ -424,7 +424,7 @@ class Dispatcher:
         ]
 
     async def _end(self, group: Group, scored: ScoredGroup) -> None:
-        """Record what the episodes of a group brought, and accept it unless they brought nothing to train."""
+        """Record the outcome of a group's episodes, and accept the group unless it has nothing to train."""
         rewards = {
             each.trajectory.episode_id: reward for each, reward in zip(scored.everyone, scored.rewards, strict=True)
         }
@@ -452,7 +452,7 @@ class Dispatcher:
             episodes=_ended_episodes(group, scored, kept.trajectories),
             beginnings=kept.beginnings,
         )
-        # Sessions of external agents say by themselves how they ended.
+        # Sessions of external agents record themselves how they ended.
         if self.curriculum.environments[group.environment].workflow != EXTERNAL:
             ended.episodes.extend(_missing(group, ended.episodes))
         self._journal.record_fact(journal_pb2.Fact(episodes_ended=ended))
@@ -473,7 +473,7 @@ class Dispatcher:
         self._journal.record_fact(journal_pb2.Fact(group_accepted=accepted))
 
     def _replace(self, group: Group) -> None:
-        """Drop a group without signal: its place is free at once, and another task of its environment takes it.
+        """Drop a group without signal. Another task of its environment takes its place at once.
 
         Raises:
             SluiceError: ABORTED if too many were replaced since the last batch.
@@ -489,12 +489,12 @@ class Dispatcher:
             )
 
     def _drop(self, group: Group, reason: str, problem: str, *, heals: bool = True) -> None:
-        """Drop a group that failed: put its task in quarantine if it fails again and again, pause if groups of many tasks do.
+        """Drop a group that failed. Put its task in quarantine if its groups keep failing. Pause if groups of many tasks fail.
 
         Args:
             group: The group.
             reason: Why it failed.
-            problem: The same for people.
+            problem: The reason, for people.
             heals: Whether waiting may help.
 
         Raises:
@@ -533,13 +533,13 @@ class Dispatcher:
 
     @property
     def _pause_limit(self) -> str:
-        """How long the run pauses because group after group fails, with the setting that says so."""
+        """How long the run may pause because group after group fails, with the name of the setting."""
         first = self._outage.limit_s != self._config.deadlines.outage_s
         setting = "first_outage_s" if first else "outage_s"
         return f"{self._outage.limit_s:g} s (orchestrator.deadlines.{setting})"
 
     def _begin_outage(self, problem: str) -> None:
-        """Pause, and take back what the groups that failed until now count against their tasks."""
+        """Pause, and reset the failures that count against the tasks of the groups that failed in a row."""
         groups, tasks = self._outage.in_a_row, list(self._outage.tasks)
         for environment, task_id in tasks:
             known = self.curriculum.stream(environment).progress.get(task_id)
@@ -566,7 +566,7 @@ class Dispatcher:
         log.info("a group succeeded: the pause is over", failed_groups=failed)
 
     def _quarantine(self, group: Group, failures: int, problem: str) -> None:
-        """Draw the task of a group no more."""
+        """Put the task of a group in quarantine: it is not drawn any more."""
         log.error(
             "a task is in quarantine: it is not drawn any more",
             environment=group.environment,
@@ -583,14 +583,14 @@ class Dispatcher:
         self._journal.record_fact(journal_pb2.Fact(task_quarantined=noted))
 
     def _note(self, overlong: Mapping[str, int]) -> None:
-        """Record what a group added to these counters at once, the other counters once a batch, and where the tasks stand if that is due."""
+        """Record the counts `overlong` of a group at once, other counters once per batch, and the state of the tasks if due."""
         if any(overlong.values()) or self._ledger.batches_made > self._counted_at:
             self._note_counts(overlong)
         if self.curriculum.note_is_due:
             self._journal.record_fact(journal_pb2.Fact(curriculum_noted=self.curriculum.noted()))
 
     def _note_counts(self, more: Mapping[str, int]) -> None:
-        """Record by how much counters grew, those of the engine and these."""
+        """Record by how much the counters of the engine and these counters grew."""
         counts = self._engine.counts.copy()
         grown, self._counted = counts - self._counted + Counter(more), counts
         self._counted_at = self._ledger.batches_made
@@ -599,7 +599,7 @@ class Dispatcher:
 
 
 def _note_life(records: Iterable[orchestrator_pb2.TrajectoryRecord], group: Group) -> None:
-    """Note where trajectories come from, when their group was drawn, and that they are scored unless their workflow said when."""
+    """Note where trajectories come from and when their group was drawn. Set the time of their score unless their workflow did."""
     drawn, now = Timestamp(), Timestamp()
     drawn.FromMicroseconds(round(group.drawn_s * 1e6))
     now.GetCurrentTime()
@@ -611,7 +611,7 @@ def _note_life(records: Iterable[orchestrator_pb2.TrajectoryRecord], group: Grou
 
 
 def _problem(reason: str, group: Group, settings: EnvironmentConfig) -> str:
-    """Return why all episodes of a group bring nothing to train, for people."""
+    """Return why no episode of a group has anything to train, for people."""
     all_of_it = f"{reason} of all {group.episodes} episodes of task {group.task_id}"
     if reason == Reason.OVERLONG:
         return (
@@ -624,19 +624,19 @@ def _problem(reason: str, group: Group, settings: EnvironmentConfig) -> str:
 
 
 def _reason_of(lost: Mapping[int, str]) -> str:
-    """Return why a group that lost episodes brings nothing: first what may be the fault of its task."""
+    """Return why a group that lost episodes has nothing to train. Prefer a reason that its task may have caused."""
     return next((each for each in lost.values() if each in FAULTS), Reason.EPISODE_FAILED)
 
 
 def _count(records: Iterable[SharedRecord]) -> int:
-    """Return the number of episodes: one that forked has several records."""
+    """Return the number of episodes: an episode that forked has several records."""
     return len({each.trajectory.episode_id for each in records})
 
 
 def _ended_episodes(
     group: Group, scored: ScoredGroup, trajectories: Sequence[journal_pb2.AcceptedTrajectory]
 ) -> list[journal_pb2.EndedEpisode]:
-    """Return what became of each episode of a group; `trajectories` are those of the records that may be trained.
+    """Return what became of each episode of a group; `trajectories` belong to the records that may be trained.
 
     An episode whose trajectories may not be trained for several reasons is split by them.
     """
@@ -660,7 +660,7 @@ def _ended_episodes(
 
 
 def _numbers(group: Group, episode_ids: Iterable[str]) -> dict[str, int]:
-    """Return the number of each episode within its group: our workflows put it behind the group's name, others get free ones."""
+    """Return the number of each episode within its group. Our workflows append it to the group's name; other episodes get free numbers."""
     names = dict.fromkeys(episode_ids)
     given = {each: each.removeprefix(f"{group.name}-") for each in names}
     numbers = {each: int(number) for each, number in given.items() if number.isdecimal()}

@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 _OWNER = "orchestrator-evaluation"
 
 _LOOK_S = 0.05
-"""Seconds between two looks at a replica that goes to the version to evaluate."""
+"""Seconds between two checks of a replica that loads the version to evaluate."""
 
 _RELEASE_S = 10.0
 """Seconds to release a hold; if that fails, the hold ends by its time to live."""
@@ -68,11 +68,11 @@ class Standing:
 
     Attributes:
         metric: Result by which they are compared.
-        environments: Names of those that are evaluated. A version without the result of one of them is not compared.
+        environments: Names of the evaluated environments. A version that lacks the result of one of them is not compared.
         min_gain: By how much a result must exceed the best one.
         best: The best result; None before the first.
-        version: Version that had it.
-        since: Evaluations after it.
+        version: Version with the best result.
+        since: Evaluations after the best one.
     """
 
     metric: str
@@ -95,7 +95,7 @@ class Standing:
         return True
 
     def take_all(self, evaluations: Iterable[orchestrator_pb2.EvaluationFinished]) -> None:
-        """Take the results of earlier processes, those of one version together."""
+        """Take the results of earlier processes, all results of a version together."""
         for version, results in groupby(evaluations, lambda each: Version.from_proto(each.policy_version)):
             self.take(version, {each.environment: each.metrics for each in results})
 
@@ -103,14 +103,14 @@ class Standing:
 class Evaluations:
     """Evaluates between the steps of a run, one evaluation at a time, beside training.
 
-    The weights must not change under an evaluation, so one replica is held at its version, for as long as it takes. Of several
-    replicas the held one still takes training episodes as long as the staleness bound allows; with a single one all updates wait
-    until the evaluation ends, and dispatch stops by the bound.
+    The weights must not change during an evaluation, so one replica is held at its version until the evaluation ends. If there are
+    several replicas, the held one still takes training episodes as long as the staleness bound allows. If there is only one, all updates
+    wait until the evaluation ends, and dispatch stops at the bound.
 
     Attributes:
         failed: Evaluations that failed or were left out.
-        held_all_replicas: Whether one of them held the only replica.
-        standing: Which one is the best, those of earlier processes included.
+        held_all_replicas: Whether an evaluation held the only replica.
+        standing: The best evaluation so far, those of earlier processes included.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Evaluations:
 
     @property
     def plateau(self) -> bool:
-        """Whether as many evaluations as `evaluation.patience` brought nothing better."""
+        """Whether the last `evaluation.patience` evaluations were not better than the best."""
         return 0 < self._config.evaluation.patience <= self.standing.since
 
     async def run(self, wanted: Version, *, exactly: bool) -> None:
@@ -141,7 +141,7 @@ class Evaluations:
 
         Args:
             wanted: The version.
-            exactly: Whether it must be this one; else it may be the one that a replica serves after it.
+            exactly: Whether it must be this version; else a later one that a replica serves will do.
         """
         try:
             version, results = await self._evaluate(wanted, exactly=exactly)
@@ -156,7 +156,7 @@ class Evaluations:
         metrics = {name: result.metrics() for name, result in results.items()}
         if not all(self.standing.metric in each for each in metrics.values()):
             log.warning("an evaluation is not compared: not every result has the metric", metric=self.standing.metric)
-        for name, values in metrics.items():  # all of them before anything is awaited: a start finds all or none
+        for name, values in metrics.items():  # all before the next await: a start finds all or none
             finished = orchestrator_pb2.EvaluationFinished(
                 policy_version=version.to_proto(), environment=name, metrics=values
             )
@@ -203,7 +203,7 @@ class Evaluations:
             train = each.settings.sampling
             arguments = train.chat_template_kwargs
             sampling = Sampling(settings.temperature, train.max_tokens, train.stop, chat_template_kwargs=arguments)
-            # Of any seed of the run, so that runs of different seeds are evaluated alike.
+            # Independent of the run's seed, so that runs with different seeds are evaluated alike.
             runner = replace(each.runner, engine=each.runner.engine.pinned(replica), seed=0)
             results[each.settings.name] = await evaluate(runner, each.tasks, settings, sampling, version)
         return results
@@ -219,7 +219,7 @@ class _Hold:
     clock: Clock = CLOCK
 
     async def begin(self, version: Version | None) -> Version:
-        """Hold the replica at the version that it serves, or take it to another one and wait until it serves that; return it.
+        """Hold the replica at the version that it serves, or at `version` once it serves that. Return the version.
 
         Raises:
             SluiceError: if the replica refuses.
@@ -269,7 +269,7 @@ class _Hold:
                 ends = began + self.ttl_s
 
     async def end(self) -> None:
-        """Let the replica follow the trainer again; a hold that cannot be ended ends by itself."""
+        """Let the replica follow the trainer again. If that fails, the hold expires by itself."""
         follow = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW, owner=_OWNER)
         try:
             await self.replica.admin.SetWeightPolicy(follow, timeout=_RELEASE_S)
@@ -281,9 +281,9 @@ class _Hold:
 
 
 async def release_left(journal: Journal, pool: ReplicaPool, ttl_s: float) -> None:
-    """Let the replicas follow the trainer again that a process which died had held for an evaluation.
+    """Release the replicas that a process held for an evaluation when it died, so that they follow the trainer again.
 
-    Such a hold ends by itself after `ttl_s` seconds, so a replica that does not come back until then is not waited for.
+    Such a hold expires after `ttl_s` seconds, so do not wait longer for a replica to come back.
     """
     policies = journal.ledger.weight_policies
     left, ends = dict(policies), time.monotonic() + ttl_s
@@ -301,7 +301,7 @@ async def release_left(journal: Journal, pool: ReplicaPool, ttl_s: float) -> Non
 
 
 def _mode(version: Version | None) -> rollout_pb2.WeightPolicyMode.ValueType:
-    """Return how a replica is held: at the version that it serves, or at this one."""
+    """Return how a replica is held: at the version that it serves (None), or at `version`."""
     return rollout_pb2.WEIGHT_POLICY_MODE_HOLD if version is None else rollout_pb2.WEIGHT_POLICY_MODE_TARGET
 
 
@@ -346,7 +346,7 @@ class EvalResult:
     failed_episodes: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return scalars by name; those of samples that were not asked for are left out."""
+        """Return scalars by name, without scalars of samples that were not requested."""
         sampled = [each for each in self.samples if not each.greedy]
         greedy = [each for each in self.samples if each.greedy]
         found: dict[str, float] = {}
@@ -368,7 +368,7 @@ class EvalResult:
 
     @property
     def task_rewards(self) -> dict[str, float]:
-        """The mean sampled reward of each task that has one, by task; greedy where nothing was sampled."""
+        """The mean reward of each task's samples, by task; of its greedy attempt if nothing was sampled."""
         sampled = [each for each in self.samples if not each.greedy] or self.samples
         return {task: math.fsum(rewards) / len(rewards) for task, rewards in _rewards_by_task(sampled).items()}
 
@@ -381,7 +381,7 @@ class Gain:
         mean: Mean over tasks of the difference of their mean rewards.
         low: Lower end of its 95% interval.
         high: Upper end.
-        tasks: Tasks that both have a reward of.
+        tasks: Number of tasks for which both have a reward.
     """
 
     mean: float
@@ -391,9 +391,9 @@ class Gain:
 
 
 def gain(before: Mapping[str, float], after: Mapping[str, float]) -> Gain:
-    """Compare two models by their mean rewards by task. Paired: what makes a task hard is the same for both.
+    """Compare two models by their mean rewards per task. Paired: a task is equally hard for both.
 
-    The interval is that of a mean of many values: normal, with the standard error over tasks.
+    The interval assumes a normal mean of many values, with the standard error over tasks.
 
     Raises:
         ValueError: if they have fewer than two tasks in common.
@@ -430,8 +430,8 @@ async def evaluate(
         sampling: How.
         version: Oldest version of the weights.
         known: Attempts that were made before, by task; they are not made again.
-        keep: Takes the attempts at each other task as they end.
-        count: Called when those at a task have ended, well or not.
+        keep: Gets the attempts at each other task when they end.
+        count: Called when the attempts at a task have ended, successful or not.
     """
     result = EvalResult()
     for each in known.values():
@@ -449,7 +449,7 @@ async def evaluate(
                 for greedy, episodes, how in kinds:
                     group_id = f"eval-{version}-{'greedy' if greedy else 'sampled'}-{index}"
                     records = await runner.run(task, group_id, episodes, how, version)
-                    # An episode that forked has several, with one reward.
+                    # An episode that forked has several records with the same reward.
                     ended = {record.trajectory.episode_id: record for record in records}
                     samples += [_sample(task, record.whole(), greedy=greedy) for record in ended.values()]
                     failed += episodes - len(ended)
@@ -486,9 +486,9 @@ def _sample(task: Task, record: orchestrator_pb2.TrajectoryRecord, *, greedy: bo
 
 
 def pass_at(k: int, samples: Iterable[EvalSample]) -> list[float]:
-    """Return the chance of each task that one of k of its samples is exact, without bias from its n >= k samples.
+    """Return for each task the chance that at least one of k samples is exact, estimated without bias from its n >= k samples.
 
-    A task with c exact samples of n has 1 - C(n - c, k) / C(n, k) (Chen et al., 2021); one with fewer than k is left out.
+    A task with c exact samples of n has 1 - C(n - c, k) / C(n, k) (Chen et al., 2021); a task with fewer than k samples is left out.
     """
     chances = []
     for rewards in _rewards_by_task(samples).values():
@@ -515,7 +515,7 @@ def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _powers_of_two(samples: Iterable[EvalSample]) -> list[int]:
-    """Return 1, 2, 4, ... up to the samples that a task has. The first is avg@k, the mean over all samples of each task."""
+    """Return 1, 2, 4, ... up to the number of samples of a task. The first is avg@k, the mean over all samples of each task."""
     most = max(map(len, _rewards_by_task(samples).values()), default=0)
     return [1 << power for power in range(most.bit_length())]
 
@@ -547,7 +547,7 @@ class AttemptsFile:
 
     Args:
         path: The file; made if it is not there.
-        what: Model, environment, sampling and all else that decides what is evaluated.
+        what: Model, environment, sampling and everything else that the attempts depend on.
 
     Attributes:
         known: Attempts by task.
@@ -597,7 +597,7 @@ class AttemptsFile:
 
 
 def _without_torn_line(path: Path) -> list[str]:
-    """Return the lines of a file; cut off a last one that was not written whole."""
+    """Return the lines of a file; cut off a last line that was not written whole."""
     if not path.exists():
         return []
     content = path.read_bytes()

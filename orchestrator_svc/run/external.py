@@ -1,6 +1,6 @@
 """The workflow of external episodes: offer a group, wait for its end, and make trajectories of what was sampled.
 
-An evaluation does the same in a journal of its own, which nobody keeps: its facts are not those of the run.
+An evaluation does the same in a temporary journal of its own: its facts do not belong to the run.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sluice.v1 import journal_pb2, orchestrator_pb2, session_pb2, tokens_pb2
 log = structlog.get_logger(__name__)
 
 EVALUATED = "EVALUATED"
-"""Why the group of an evaluation is dropped: nothing of it is trained."""
+"""Reason for dropping the group of an evaluation: nothing of it is trained."""
 
 
 class External:
     """Lets external agents run the episodes of a group.
 
-    A start finds leases, sessions and rewards as they were, so that a group continues with its episodes as they stand.
+    Leases, sessions and rewards outlast a restart, so a group continues where its episodes stand.
 
     Args:
-        environment: Poses the task if it has `messages`, and scores what comes without a reward if it has `score`.
+        environment: Poses the task if it has `messages`, and scores episodes without a reward if it has `score`.
         desk: Where the episodes are offered.
         limits: Times and bounds.
     """
@@ -49,7 +49,7 @@ class External:
         """Offer the episodes, and return the trajectories of those that were submitted.
 
         Raises:
-            SluiceError: if nobody can be asked, as in an evaluation.
+            SluiceError: if no agents can be asked, as in an evaluation.
         """
         if data.log is None:
             raise SluiceError.failed_precondition(
@@ -76,7 +76,7 @@ class External:
         return [each for each in external.sessions if each.submission is not None]
 
     async def _ended(self, number: int) -> ExternalEpisodes:
-        """Wait until all episodes of a group have ended, or its time is over: what was submitted by then is trained."""
+        """Wait until all episodes of a group have ended, or its time is over. Episodes that were submitted by then are trained."""
         desk, groups = self._desk, self._desk.journal.ledger.groups
         until: float | None = None
         while True:
@@ -86,7 +86,7 @@ class External:
             if desk.take_put_off(number) and may_be_put_off(groups[number]):
                 raise NoAgentError
             now = desk.clock()
-            if until is None and external is not None:  # it waits for its first agent as long as it takes
+            if until is None and external is not None:  # it waits for its first agent without a limit
                 until = now + self._limits.group_s
             if external is not None and until is not None and now >= until:
                 left = sum(not each.settled for each in external.slots)
@@ -102,7 +102,7 @@ class External:
         try:
             built = await self.built(engine, data, session)
         except (SluiceError, TreeError) as error:
-            log.error("an external episode is left out", session=session.name, error=str(error))  # noqa: TRY400 - says all
+            log.error("an external episode is left out", session=session.name, error=str(error))  # noqa: TRY400 - the message is complete
             return [_empty(session, each) for each in session.trajectory_ids]
         for reason, tokens in built.not_trained.items():
             engine.counts[f"{NOT_TRAINED}{reason}"] += tokens
@@ -126,7 +126,7 @@ class External:
     async def _scored(
         self, data: EpisodeData, session: Session, made: list[session_pb2.RecordedGeneration]
     ) -> dict[Target, float]:
-        """Return the rewards of a session with those that the environment gives the last message of each branch."""
+        """Return the rewards of a session, together with the environment's reward for the last message of each branch."""
         said = {
             f"{each.request_id}/{index}": sample.message.content if sample.HasField("message") else sample.text
             for each in made
@@ -141,7 +141,7 @@ class External:
 
 
 def _empty(session: Session, trajectory_id: str) -> SharedRecord:
-    """Return a trajectory without tokens, so that the journal says that the episode has one and why it is not trained."""
+    """Return a trajectory without tokens. With it the journal records that the episode has a trajectory and why it is not trained."""
     trajectory = tokens_pb2.Trajectory(
         trajectory_id=trajectory_id, group_id=f"g{session.group}", episode_id=f"g{session.group}-{session.episode}"
     )
@@ -149,13 +149,13 @@ def _empty(session: Session, trajectory_id: str) -> SharedRecord:
 
 
 class EvaluationGroups:
-    """The groups of evaluations that are on offer: what the desk of an evaluation asks for."""
+    """The offered groups of evaluations, which the desk of an evaluation asks for."""
 
     def __init__(self) -> None:
         self._posed: dict[int, Posed] = {}
 
     def posed(self, group: Group) -> Posed | None:
-        """Return what a group is about."""
+        """Return the task of a group and how it is sampled."""
         return self._posed.get(group.number)
 
     @contextlib.contextmanager
@@ -191,7 +191,7 @@ class ExternalEvaluation:
         name: Name of the environment.
         environment: As for `External`.
         desk: Has a journal of its own.
-        groups: Those that the desk asks for.
+        groups: The groups that the desk asks for.
     """
 
     def __init__(self, name: str, environment: EnvironmentProcesses, desk: Desk, groups: EvaluationGroups) -> None:

@@ -1,7 +1,7 @@
-"""Signs that an environment, a judge or the replicas are at fault, and not a task. Pure: the caller passes the time in monotonic seconds.
+"""Signs that an environment, a judge or the replicas fail, rather than a task. Pure: the caller passes the time in monotonic seconds.
 
-`Outage`: groups of many different tasks that fail one after the other say nothing about these tasks. The run pauses, and tries one
-group at a time, after a pause that grows, until one succeeds. `FirstRewards`: the first rewards of an environment look wrong. The run
+`Outage`: if groups of many different tasks fail one after the other, these tasks are not the cause. The run pauses, and tries one group
+at a time, after pauses that grow, until a group succeeds. `FirstRewards`: the first rewards of an environment look wrong. The run
 continues, with a warning.
 """
 
@@ -21,17 +21,17 @@ class Outage:
     """Follows the ends of groups, and says whether the next one may start.
 
     Args:
-        most_groups: Groups that may fail one after the other; more end the run, once it has paused for `give_up_s`.
-        most_tasks: Different tasks among them whose groups may fail for what they may share; with as many the run pauses.
-        give_up_s: Seconds from the begin of a pause after which the run may end.
-        first_s: The same where no group of the run ever succeeded: what fails may never have worked.
+        most_groups: How many groups may fail one after the other. More end the run, once it has paused for `give_up_s`.
+        most_tasks: The run pauses when the groups of so many different tasks failed in a row for reasons that they may share.
+        give_up_s: Seconds from the beginning of a pause after which the run may end.
+        first_s: Used instead of `give_up_s` as long as no group of the run ever succeeded: what fails may never have worked.
         proven: Whether a group of the run succeeded before.
 
     Attributes:
         active: Whether the run pauses.
         in_a_row: Groups that failed one after the other.
         proven: Whether a group of the run ever succeeded.
-        tasks: Environment and id of their tasks, where something shared may be at fault, in order.
+        tasks: Environment and id of those of their tasks whose groups failed for a shared reason, in order.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Outage:
 
     @property
     def limit_s(self) -> float:
-        """Seconds from the begin of a pause after which the run may end."""
+        """Seconds from the beginning of a pause after which the run may end."""
         return self._give_up_s if self.proven else self._first_s
 
     def _begin_anew(self) -> None:
@@ -55,18 +55,18 @@ class Outage:
         self._tried: int | None = None  # the group that is tried, until it has ended
 
     def may_start(self, now: float) -> bool:
-        """Return whether a group may start: during a pause one at a time."""
+        """Return whether a group may start. During a pause only one runs at a time."""
         return not self.active or (self._tried is None and now >= self._next)
 
     def started(self, group: int, now: float, *, awaited: bool) -> None:
-        """Note that a group starts. The next one waits for its end if it is `awaited`, else for the pause alone."""
+        """Note that a group starts. The next one waits for its end if it is `awaited`, else only for the end of the pause."""
         if self.active and awaited:
             self._tried = group
         elif self.active:
             self._wait_longer(now)
 
     def ended(self, group: int) -> None:
-        """Note that a group has ended, however it did."""
+        """Note that a group has ended, successful or not."""
         if self._tried == group:
             self._tried = None
 
@@ -77,7 +77,7 @@ class Outage:
             group: Its number.
             task: Its environment and task.
             now: The time.
-            shared: Whether something may be at fault that groups share.
+            shared: Whether something that groups share may be the cause.
             heals: Whether waiting may help.
         """
         self.in_a_row += 1
@@ -94,13 +94,13 @@ class Outage:
         return True
 
     def succeeded(self) -> bool:
-        """Note that a group brought what it should; return whether that ends a pause."""
+        """Note that a group succeeded; return whether that ends a pause."""
         was_active, self.proven = self.active, True
         self._begin_anew()
         return was_active
 
     def try_now(self, now: float) -> None:
-        """Let the next group be tried at once: an operator says that the fault is repaired."""
+        """Try the next group at once, because an operator says that the fault is repaired."""
         self._next, self._pause_s = now, FIRST_PAUSE_S
 
     def hopeless(self, now: float, *, heals: bool) -> bool:
@@ -114,7 +114,7 @@ class Outage:
 
 
 _FEWEST = 8
-"""Rewards that are looked at, at the least: of a few, all may be equal by chance."""
+"""Least number of rewards to check: a few may be equal by chance."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class _Seen:
 
 
 class FirstRewards:
-    """Collects the rewards of the first groups of each environment, and says once what is odd about them.
+    """Collects the rewards of the first groups of each environment, and reports once what is odd about them.
 
     Args:
         groups: How many first groups to check: those of a batch. More are checked until there are 8 rewards.

@@ -1,4 +1,4 @@
-"""How much room the disks of a run have. With little left the run pauses, before a write fails, and continues when there is room again.
+"""Watches the free space of a run's disks. With little left the run pauses before a write fails, and continues when there is room again.
 
 `FreeSpace` decides, and is pure. `DiskWatch` asks the file systems.
 """
@@ -17,13 +17,13 @@ from sluice.clock import CLOCK, Clock
 from sluice.threads import SerialThread
 
 LOOK_S = 2.0
-"""Seconds between two looks: a disk that takes 500 MB/s loses half of the default bound between them."""
+"""Seconds between two checks. In this time a disk that takes 500 MB/s fills half of the default bound."""
 
 _ANSWER_S = 30.0
-"""Seconds for a file system to answer; one of a network whose server is away answers much later, or never."""
+"""Seconds for a file system to answer; a network file system whose server is down answers much later, or never."""
 
 RESUME_FACTOR = 1.25
-"""A disk has room again with this times the bound: at the bound itself the run would pause and go on with every file."""
+"""A disk has room again with this factor times the bound. At the bound itself each new file would make the run pause and continue."""
 
 SETTING = "orchestrator.disk.min_free_mb"
 
@@ -48,9 +48,9 @@ class FreeSpace:
         self.short = ""
 
     def look(self, free: Mapping[Path, int | None]) -> bool:
-        """Take what is free now, in bytes by directory; return whether the run begins or ceases to wait for room.
+        """Take the bytes that are free now, by directory. Return whether the run begins or stops waiting for room.
 
-        A directory with None stays as it was: its file system did not answer. One that is not named is forgotten.
+        A directory with None keeps its state: its file system did not answer. A directory that is missing in `free` is forgotten.
         """
         before, self._short = self._short, {}
         for directory, size in free.items():
@@ -73,11 +73,11 @@ class FreeSpace:
 
 
 class Room(NamedTuple):
-    """What a file system says of a directory.
+    """What a file system reports about a directory.
 
     Attributes:
         device: Number of the file system: two directories with the same one share their room.
-        free_bytes: What this user may still write to it.
+        free_bytes: Bytes that this user may still write to it.
     """
 
     device: int
@@ -98,14 +98,14 @@ class DiskWatch:
     """Asks the file systems of some directories for their room, in a thread: one of them may hang. A context manager.
 
     Args:
-        directories: What the run may write to on this machine; those that do not exist are left out.
+        directories: Directories on this machine that the run may write to. Those that do not exist are left out.
         space: Takes what they answer.
-        changed: Set when the run begins or ceases to wait for room.
+        changed: Set when the run begins or stops waiting for room.
         clock: Time of the deadline of an answer.
         ask: Asks the file system of a directory, as `measure` does.
 
     Attributes:
-        space: The same.
+        space: As in the arguments.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DiskWatch:
         self._silent = False
 
     async def look(self) -> None:
-        """Ask once, and let `space` judge the answers. A file system that does not answer is asked again at the next look."""
+        """Ask once, and let `space` judge the answers. A file system that does not answer is asked again the next time."""
         if self._asked is None:
             self._asked = self._thread.submit(self._ask_all)
         try:
@@ -141,7 +141,7 @@ class DiskWatch:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """End the thread; one that hangs is left to itself."""
+        """End the thread. If it hangs, leave it behind."""
         self._thread.end()
 
     def _ask_all(self) -> dict[Path, int | None]:

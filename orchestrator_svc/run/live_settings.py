@@ -1,7 +1,7 @@
-"""The settings of a run that may change while it lives: which they are, and whether a new value is good.
+"""The settings of a run that may change while it lives, and the checks of new values.
 
-Settings objects always hold the current values: read them at use, do not copy. A change is a fact of the
-journal; a start takes the changed values back from there, over those of the settings file.
+Settings objects always hold the current values: read them at use, do not copy. A change is a fact of the journal. A start takes the
+changed values from there; they override the settings file.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from sluice.config import CommonConfig, Section
 from sluice.rpc import SluiceError
 
 Value: TypeAlias = Any
-"""A value as TOML has it; the field of the setting decides whether it is good."""
+"""A value as TOML has it; the field of the setting decides whether it is valid."""
 
 LEARNING_RATE = "trainer.lr"
 """The trainer gets it in the header of each batch that is made after the change."""
 
 _NOT_DETERMINISTIC = ("max_staleness", "orchestrator.concurrency.most_samples", "orchestrator.pacing.reserve")
-"""Settings that a deterministic run needs as they are."""
+"""Settings that must not change in a deterministic run."""
 
 _MOST_CHARACTERS = 1000
 
 _MOST_LR = 1000
-"""Optimizers that scale by the gradient's size take rates near 1, SGD on prompts takes some hundred. Beyond it weights soon leave float32."""
+"""Optimizers that scale by the gradient's size take rates near 1, SGD on prompts takes some hundred. With a greater rate weights soon
+overflow float32."""
 
 _MOST_STALENESS = 1000
-"""Versions that a token may lag behind, and so steps that a batch may be early: tokens that old teach the present policy nothing."""
+"""Most versions that a token may lag behind, and so most steps that a batch may be early: older tokens teach the present policy nothing."""
 
 _MOST_AT_A_TIME = 1_000_000
 """Groups or samples at a time: more than the orchestrator can hold in memory."""
@@ -46,16 +47,16 @@ _MOST_RATIO = 1_000_000
 """Weight of an environment in the mix, as in a settings file."""
 
 _MOST_STEPS = 1_000_000
-"""Steps, or evaluations, that an interval or a patience may have: longer than a run. To switch it off, set 0."""
+"""Most steps of an interval, or evaluations of a patience: longer than a run. To switch it off, set 0."""
 
 _MOST_S = 31_536_000
-"""Seconds of an interval: a year. To switch it off, set 0."""
+"""Most seconds of an interval: a year. To switch it off, set 0."""
 
 log = structlog.get_logger(__name__)
 
 
 class _Trainer(Section):
-    """What is known of the trainer's settings where its package is not installed."""
+    """The known settings of the trainer if its package is not installed."""
 
     lr: float | None = Field(None, ge=0, description="Peak learning rate.")
 
@@ -70,7 +71,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that gets another value; both values as TOML, the old one empty if it is not known."""
+    """A setting that gets another value. Both values are TOML; the old one is empty if it is not known."""
 
     key: str
     old: str
@@ -106,7 +107,7 @@ class LiveSettings:
         if common.deterministic:
             for name in _NOT_DETERMINISTIC:
                 del self._places[name]
-        if config.evaluation.wanted:  # otherwise the run has not loaded what it would evaluate
+        if config.evaluation.wanted:  # otherwise the run has not loaded the tasks to evaluate
             for name, most in (("every_steps", _MOST_STEPS), ("every_s", _MOST_S), ("patience", _MOST_STEPS)):
                 self._places[f"orchestrator.evaluation.{name}"] = _Place(config.evaluation, name, most)
         if len(config.mix) > 1:
@@ -119,13 +120,13 @@ class LiveSettings:
         return tuple(self._places)
 
     def plan(self, values: Mapping[str, str]) -> list[Change]:
-        """Return what would change: settings that have this value already are left out. Nothing changes yet.
+        """Return what would change, without settings that have this value already. Nothing changes yet.
 
         Args:
             values: New values by setting, as TOML.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT with every key that cannot be changed and every value that is not good.
+            SluiceError: INVALID_ARGUMENT with every key that cannot be changed and every invalid value.
         """
         if not values:
             raise SluiceError.invalid_argument("values", f"give at least one of {', '.join(self._places)}")
@@ -159,10 +160,10 @@ class LiveSettings:
         setattr(place.owner, place.name, _parsed(change.new))
 
     def restore(self, changed: Mapping[str, str]) -> None:
-        """Take back what was changed before this start; these values win over those of the settings file.
+        """Restore the values that were changed before this start. They override the settings file.
 
         Args:
-            changed: Values by setting, as TOML. One that this process has no use for is left out with a warning.
+            changed: Values by setting, as TOML. A setting that this process does not use is left out with a warning.
         """
         for key, text in changed.items():
             try:
@@ -180,12 +181,12 @@ class LiveSettings:
                 )
 
     def _checked(self, key: str, value: Value) -> Value:
-        """Validate a value as the settings file would have it, and against the bound of a live run.
+        """Validate a value like one of the settings file, and against the bound of a live run.
 
-        The value that the run has already is good whatever the bound: the settings file may have set it.
+        The current value is valid whatever the bound: the settings file may have set it.
 
         Raises:
-            ValueError: if the key cannot be changed, or the value is not good.
+            ValueError: if the key cannot be changed, or the value is invalid.
         """
         if key not in self._places:
             near = difflib.get_close_matches(key, self._places, n=1, cutoff=0.5)
@@ -195,10 +196,10 @@ class LiveSettings:
             raise ValueError(f"cannot be changed while the run lives{hint}")
         owner, name, most = self._places[key]
         if isinstance(value, bool):
-            raise ValueError("must be a number")  # noqa: TRY004 - a fault of the caller's, as the others
+            raise ValueError("must be a number")  # noqa: TRY004 - an error of the caller, like the others
         if isinstance(value, int | float) and most < value < math.inf and value != getattr(owner, name):
             raise ValueError(f"must be at most {most:.15g} while the run lives (got {as_toml(value)})")
-        # The rest of a run's settings is not looked at again.
+        # The rest of a run's settings is not validated again.
         others = {} if isinstance(owner, CommonConfig) else owner.model_dump(exclude_unset=True)
         kind = CommonConfig if isinstance(owner, CommonConfig) else type(owner)
         try:
@@ -212,7 +213,7 @@ class LiveSettings:
 
 
 def ratio_key(environment: str) -> str:
-    """Return the setting that is the weight of an environment in the mix."""
+    """Return the name of the setting for the weight of an environment in the mix."""
     return f"orchestrator.environments.{environment}.ratio"
 
 

@@ -1,7 +1,7 @@
-"""What is measured of a run: `summarise` of each applied batch, `build_report` of all steps together. Pure, but for reading a file.
+"""Metrics of a run: `summarise` for each applied batch, `build_report` for all steps together. Pure, except for reading a file.
 
-Of the completions it says how long the better ones are, how many are equal, and how much they repeat: measures of token ids alone
-that cost a few milliseconds for 128 completions of 2,000 tokens.
+About completions it says how long the better ones are, how many are equal, and how much they repeat. These measures need only token ids
+and cost a few milliseconds for 128 completions of 2,000 tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STALENESS_PREFIX = "staleness/tokens_at_"
 
 
 _MOST_AGES = 64
-"""Ages up to which no tokens are written as 0: a bound of thousands must not make as many curves."""
+"""Up to this age, ages without tokens are written as 0. A bound of thousands must not make thousands of curves."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class AppliedStep:
     Attributes:
         version: The version that resulted.
         trained: Trajectories that took part.
-        dropped: Those that did not, by reason.
+        dropped: Trajectories that took no part, by reason.
         records: Its trajectories, marked with their outcome.
-        past: Whether it was applied while no orchestrator was there to see it.
+        past: Whether it was applied while no orchestrator ran.
     """
 
     version: Version
@@ -68,18 +68,18 @@ async def summarise(
     is_solved: Callable[[str, float], bool],
     past: bool = False,
 ) -> AppliedStep:
-    """Return what an applied batch says of data and staleness; set outcome, reason and step of each record that can still be read.
+    """Return the metrics of an applied batch on data and staleness. Set outcome, reason and step of each record that can still be read.
 
     Tokens of a trained trajectory that are older than `max_staleness` were cut from the loss and are not counted.
 
     Args:
         step: The trainer's report.
-        applied: The fact of it.
+        applied: The fact of the applied batch.
         records: The trajectories of the batch.
-        lineage: Says what number a version counts as.
+        lineage: Returns the number that a version counts as.
         max_staleness: Bound of the batch.
-        is_solved: Says of an environment and a reward whether the episode counts as solved.
-        past: Whether no orchestrator saw it being applied.
+        is_solved: Returns whether an episode of an environment with a reward counts as solved.
+        past: Whether it was applied while no orchestrator ran.
     """
     results = {result.trajectory_id: result for result in step.results}
     ages: Counter[int] = Counter()
@@ -194,7 +194,7 @@ def _length_metrics(trajectories: Sequence[tokens_pb2.Trajectory], lengths: Sequ
 
 
 def _age_metrics(ages: Mapping[int, int], max_staleness: int) -> dict[str, float]:
-    """Return how old trained tokens were; of each age up to the bound how many, so that a curve falls to 0 where there are none."""
+    """Return how old trained tokens were: the number for each age up to the bound, also if 0, so that a curve falls to 0."""
     tokens = sum(ages.values())
     counts = dict.fromkeys(range(min(max_staleness, _MOST_AGES) + 1), 0) | dict(ages)
     metrics = {f"{STALENESS_PREFIX}{age}": float(count) for age, count in sorted(counts.items())}
@@ -211,19 +211,19 @@ TokenIds = npt.NDArray[np.uint32]
 """The sampled tokens of one completion, in order."""
 
 MOST_TOKENS = 4096
-"""Tokens at the end of a completion that `repetition` looks at: a policy that loops does so until it is cut off."""
+"""Tokens at the end of a completion that `repetition` looks at: a policy that loops continues to loop until it is cut off."""
 
 NGRAM = 8
-"""Tokens of an n-gram. Shorter ones repeat in ordinary prose and code; a loop repeats those of any length."""
+"""Tokens of an n-gram. Shorter ones repeat in ordinary prose and code; a loop repeats n-grams of any length."""
 
 _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 """Odd, so that multiplication modulo 2^64 keeps all bits (Knuth's multiplicative hash)."""
 
 _TOGETHER = 1 << 16
-"""Tokens of the completions whose n-grams are sorted together: few enough for a cache, many enough that short ones cost next to nothing."""
+"""Most tokens of completions whose n-grams are sorted together: few enough for a cache, and enough to make short completions cheap."""
 
 _OWNER_BITS = np.uint64(48)
-"""Bits of a key below the number of its completion."""
+"""Bits of a key that are below the number of its completion."""
 
 
 def completion_ids(trajectories: Sequence[tokens_pb2.Trajectory], shared: Sequence[int]) -> list[TokenIds]:
@@ -231,8 +231,8 @@ def completion_ids(trajectories: Sequence[tokens_pb2.Trajectory], shared: Sequen
 
     Args:
         trajectories: The trajectories.
-        shared: Of each: token ids that it shares with others and that its `token_ids` therefore lack; those of them that were sampled are
-            left out.
+        shared: For each trajectory the number of token ids that it shares with others and that its `token_ids` therefore lack. Shared ids that
+            were sampled are left out of the result.
     """
     return [
         _sampled(np.array(each.token_ids, dtype=np.uint32), each.mask_runs, before)
@@ -241,7 +241,7 @@ def completion_ids(trajectories: Sequence[tokens_pb2.Trajectory], shared: Sequen
 
 
 def _sampled(ids: TokenIds, mask_runs: Sequence[int], before: int) -> TokenIds:
-    """Return those of the ids behind the first `before` of a trajectory that its mask has."""
+    """Return the ids that the mask marks as sampled. `ids` begin after the first `before` tokens of the trajectory."""
     place, parts = -before, list[TokenIds]()
     for index, length in enumerate(mask_runs):
         if index % 2 and length:
@@ -262,13 +262,13 @@ def text_metrics(completions: Sequence[TokenIds]) -> dict[str, float]:
 
 
 def duplicate_share(completions: Sequence[TokenIds]) -> float:
-    """Return the share of completions whose tokens are those of another one of the batch, in its group or in any other."""
+    """Return the share of completions with the same tokens as another completion of the batch, in the same group or another."""
     counts = Counter(each.tobytes() for each in completions)
     return sum(count for count in counts.values() if count > 1) / max(1, len(completions))
 
 
 def repetition(completions: Sequence[TokenIds]) -> float:
-    """Return the mean share of n-grams of a completion that came before in it, 0 to 1.
+    """Return the mean share of a completion's n-grams that occurred in it before, 0 to 1.
 
     0: no n-gram of `NGRAM` tokens occurs twice. A completion shorter than that counts as 0.
     """
@@ -290,7 +290,7 @@ def _parts(completions: Iterable[TokenIds]) -> Iterator[list[TokenIds]]:
 
 
 def _repeated_shares(completions: Sequence[TokenIds]) -> float:
-    """Return the sum over some completions of the share of their n-grams that came before. All are sorted at once.
+    """Return the sum over some completions of the share of their n-grams that occurred before. All n-grams are sorted at once.
 
     Each has `NGRAM` tokens or more, and all together `_TOGETHER` or `MOST_TOKENS`.
     """
@@ -298,13 +298,13 @@ def _repeated_shares(completions: Sequence[TokenIds]) -> float:
     tokens = np.concatenate(completions).astype(np.uint64)
     ngrams = tokens.size - NGRAM + 1
     owners = np.repeat(np.arange(len(completions), dtype=np.uint64), sizes)
-    hashes = np.zeros(ngrams, np.uint64)  # of each n-gram: a polynomial of its tokens modulo 2^64
+    hashes = np.zeros(ngrams, np.uint64)  # one for each n-gram: a polynomial of its tokens modulo 2^64
     for offset in range(NGRAM):
         hashes *= _FACTOR
         hashes += tokens[offset : offset + ngrams]
     hashes *= _FACTOR  # so that the last token, too, reaches the upper bits
     begins = owners[:ngrams]
-    # 48 bits tell the 4,096 n-grams of one completion apart, and the others whose they are.
+    # 48 bits distinguish the 4,096 n-grams of a completion. The other bits say which completion it is.
     keys = (begins << _OWNER_BITS | hashes >> (np.uint64(64) - _OWNER_BITS))[begins == owners[tokens.size - ngrams :]]
     keys.sort()
     again = keys[1:][keys[1:] == keys[:-1]] >> _OWNER_BITS
@@ -315,8 +315,8 @@ def _repeated_shares(completions: Sequence[TokenIds]) -> float:
 def lengths_by_reward(trajectories: Iterable[tokens_pb2.Trajectory], lengths: Iterable[int]) -> dict[str, float]:
     """Return the mean tokens of completions above the mean reward of their group, and of the others of these groups.
 
-    What is above is what training makes likelier, whatever the scale of the rewards: if it is longer step after step, the policy
-    learns length. Groups whose rewards are all equal say nothing of that and are left out; without any other there is no metric.
+    Training makes the completions above the mean likelier, whatever the scale of the rewards. If these are longer step after step, the
+    policy learns length. Groups with equal rewards say nothing about that and are left out. Without any other group there is no metric.
 
     Args:
         trajectories: The trajectories.
@@ -342,7 +342,7 @@ def lengths_by_reward(trajectories: Iterable[tokens_pb2.Trajectory], lengths: It
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Return metrics by step; for a step that was trained again after a rollback, those of the last time."""
+    """Return metrics by step; for a step that was trained again after a rollback, the latest ones."""
     steps: dict[int, dict[str, float]] = {}
     with path.open(encoding="utf-8") as lines:
         for step, values in read_rows(lines):
@@ -354,7 +354,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def read_rows(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield step and values of each line of ``metrics.jsonl``, without a last one that is not whole."""
+    """Yield step and values of each line of ``metrics.jsonl``, without a last line that is incomplete."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -366,7 +366,7 @@ def read_rows(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, float]]]:
 def build_report(steps: Mapping[int, Mapping[str, float]], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report of a run, folded from the metrics of its steps, so that it also covers earlier processes of the run.
 
-    `facts` is what the metrics do not hold: run, seed, state, steps, wall_s, counts of trajectories.
+    `facts` are values that the metrics do not hold: run, seed, state, steps, wall_s, counts of trajectories.
     """
     trained = {step: values for step, values in sorted(steps.items()) if 0 < step <= int(facts["steps"])}
     ages: Counter[int] = Counter()

@@ -74,11 +74,11 @@ def run(argv: list[str]) -> int:
 
 
 def _missing(samples: Sequence[EvalSample], unscored: int) -> str:
-    """Return why rewards are missing, and what helps; nothing if none is.
+    """Return why rewards are missing, and what to do about it. Empty if none is missing.
 
     Args:
         samples: All samples.
-        unscored: How many of them the environment was asked to score, and could not.
+        unscored: How many of them the environment failed to score.
     """
     missing = [each for each in samples if each.reward is None]
     cut_off = min(sum(each.truncated for each in missing), max(0, len(missing) - unscored))
@@ -96,7 +96,7 @@ def _missing(samples: Sequence[EvalSample], unscored: int) -> str:
 
 
 def evaluations(config: EvalConfig) -> Iterator[tuple[dict[str, Any], Outcome]]:
-    """Make the evaluations that were asked for, one after the other, and print each; yield the result for people, and what it was made of."""
+    """Run the requested evaluations in order, and print each. Yield the result for people, and the outcome that it was computed from."""
     found = False
     for each in _each(config):
         try:
@@ -116,11 +116,11 @@ def evaluations(config: EvalConfig) -> Iterator[tuple[dict[str, Any], Outcome]]:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """One of the evaluations that were asked for.
+    """One of the requested evaluations.
 
     Attributes:
-        config: Of one model and one environment.
-        names: What tells it from the others: `checkpoint`, `environment`.
+        config: Settings for one model and one environment.
+        names: What distinguishes it from the others: `checkpoint`, `environment`.
     """
 
     config: EvalConfig
@@ -128,7 +128,7 @@ class _Evaluation:
 
     @property
     def is_removed(self) -> bool:
-        """Whether it is of a version whose directory a live run has removed since it was listed."""
+        """Whether a live run has removed the directory of its version since the versions were listed."""
         return "checkpoint" in self.names and not Path(self.config.model).is_dir()
 
 
@@ -169,7 +169,7 @@ def _compared(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
 
 
 def _evaluated(config: EvalConfig) -> tuple[dict[str, Any], Outcome]:
-    """Evaluate the model, or the baseline if there is one; return the result for people, and what it was made of."""
+    """Evaluate the model, or the baseline if there is one; return the result for people, and the outcome that it was computed from."""
     if config.baseline and config.attempts is not None:
         file = config.attempts
         config = config.model_copy(update={"attempts": file.with_name(f"{file.stem}.baseline{file.suffix}")})
@@ -203,7 +203,7 @@ def check_evaluation(config: EvalConfig) -> None:
     """Refuse settings that would fail later, before a replica is started.
 
     Raises:
-        ConfigError: if the model cannot be one, or the environment is not there.
+        ConfigError: if a model directory is unusable, or the environment is not there.
     """
     for model in filter(None, (config.baseline, "" if config.url else config.model)):
         check_model(model)
@@ -287,7 +287,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, interval: float) -> N
 
 
 def _curves(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return what is drawn, with its label: rewards, and pass@k of the greatest k."""
+    """Return the metrics to draw, with their labels: rewards, and pass@k for the greatest k."""
     found = [("reward_mean", "reward, sampled"), ("greedy_reward_mean", "reward, greedy")]
     ks = [int(each.removeprefix("pass_at_")) for each in metrics if each.removeprefix("pass_at_").isdigit()]
     if ks and max(ks) > 1:

@@ -1,4 +1,4 @@
-"""The settings of `sluice eval`. They load without what an evaluation needs, for `--help`."""
+"""The settings of `sluice eval`. For `--help` they load without the modules that an evaluation needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sluice.environments.config import EnvironmentProcessesConfig
 from sluice.environments.loading import PLAYING
 
 FORMATS = (".png", ".svg", ".pdf")
-"""Files that `plot` can be."""
+"""File name extensions that `plot` may have."""
 
 
 class EvaluatedEnvironment(Section):
@@ -163,7 +163,7 @@ class EvalConfig(AttemptsConfig):
 
     @property
     def agent_command(self) -> str:
-        """`agent`, or for an environment that plays its episodes itself what starts it."""
+        """`agent`; for an environment that plays its episodes itself, the command that starts it."""
         if self.agent or self.environment not in PLAYING:
             return self.agent
         given = {

@@ -1,13 +1,13 @@
-"""Plays one evaluation: starts the environment, and what plays its episodes, and gives back every attempt.
+"""Play one evaluation: start the environment and the processes that play its episodes, and return every attempt.
 
-An episode is played by one of three:
+There are three ways to play an episode:
 
-    workflow -> replica                                   of the model directory, started here; or one that runs (`address`)
+    workflow -> replica                                   started here on the model directory; or a running one (`address`)
     `EndpointWorkflow` -> OpenAI-compatible endpoint      (`url`)
     agents -> gateway -> desk -> replica                  external agents (`served_agents`)
 
-Agents connect as they do in training. Gateway and agents are processes that end with this one, also if it is killed; the desk offers
-them held-out tasks, over a journal that is thrown away. The run that they name is `run`.
+Agents connect as they do in training. Gateway and agents are processes that end with this process, even if it is killed. The desk offers
+them held-out tasks; its journal is temporary. The run that they name is `run`.
 """
 
 from __future__ import annotations
@@ -82,34 +82,34 @@ _IDENTITY = {
     ),
     *("split", "seed", "samples", "temperature", "greedy", "max_tokens", "stop", "max_turns"),
 }
-"""Settings that decide what an attempt is; how many tasks there are may change."""
+"""Settings that the attempts depend on: stored attempts are used only under the same values. The number of tasks may change."""
 
 _KEPT = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
 
 _GATEWAY_PORTS = (7105, 7115)
-"""Those of a run's gateway, which agents that are started by hand try first."""
+"""Ports of a run's gateway. Agents that are started by hand try these first."""
 
 _ANY_PORTS = (0, 0)
-"""Free ones, which the system chooses."""
+"""Free ports that the system chooses."""
 
 _FAREWELL_S = 5.0
-"""Seconds that agents get to learn that nothing is on offer any more, and to end."""
+"""Seconds for agents to learn that no more tasks are offered, and to end."""
 
 _QUICK = 3
-"""How often agents may end in order, one time after the other, without a submission in between."""
+"""How many times in a row agents may exit with 0 without having recorded anything in between."""
 
 _STOP_S = 15.0
 """Seconds between SIGTERM and SIGKILL."""
 
 _LOOK_S = 0.1
-"""Seconds between two looks into a log."""
+"""Seconds between two reads of a log."""
 
 _TAIL_LINES = 20
-"""Lines of its log that are shown when it dies."""
+"""Last lines of a process's log that are shown when it dies."""
 
 
 class Outcome(NamedTuple):
-    """What an evaluation brought.
+    """The outcome of an evaluation.
 
     Attributes:
         result: Its samples.
@@ -166,7 +166,7 @@ async def run_evaluation(config: EvalConfig, clock: Clock = CLOCK) -> Outcome:
             watched.append(serving)
         engine = PolicyEngine(pool, config.run if replica is not None else "", _GENERATE_S)
         runner = GroupRunner(workflow, engine, config.seed, request_prefix="")
-        # A replica of this command has them itself.
+        # A replica that this command started has them in its settings.
         arguments = {} if config.model else config.chat_template_kwargs
         sampling = Sampling(config.temperature, config.max_tokens, config.stop, chat_template_kwargs=arguments)
         step = stack.enter_context(_attempting(tasks, known))
@@ -218,7 +218,7 @@ def _attempting(tasks: Sequence[Task], known: Mapping[str, Attempted]) -> Iterat
 def _attempts(
     config: EvalConfig, stack: contextlib.AsyncExitStack
 ) -> tuple[Mapping[str, Attempted], Callable[[str, Attempted], None]]:
-    """Return the attempts that an interrupted evaluation has made, and what keeps further ones."""
+    """Return the attempts that an interrupted evaluation has made, and a function that stores further ones."""
     if config.attempts is None:
         return {}, lambda *_: None
 
@@ -244,7 +244,7 @@ async def _by_endpoint(
     )
     async with endpoint:
         workflow = EndpointWorkflow(environment, endpoint, config.max_turns)
-        runner = GroupRunner(workflow, None, config.seed, request_prefix="")  # type: ignore[arg-type]  # it uses none
+        runner = GroupRunner(workflow, None, config.seed, request_prefix="")  # type: ignore[arg-type]  # it uses no engine
         arguments = config.chat_template_kwargs
         sampling = Sampling(config.temperature, config.max_tokens, config.stop, chat_template_kwargs=arguments)
         try:
@@ -535,10 +535,10 @@ async def _all(duties: Sequence[Coroutine[Any, Any, None]]) -> None:
 async def _kept_running(
     config: EvalConfig, number: int, addresses: Mapping[str, str], desk: Desk, children: Children
 ) -> None:
-    """Run the command of the agents, again when it ended in order: it may play one episode only.
+    """Run the command of the agents. Run it again when it exits with 0: it may play one episode only.
 
     Raises:
-        ConfigError: if it fails, or ends again and again without having submitted anything.
+        ConfigError: if it fails, or exits `_QUICK` times in a row without having begun an episode.
     """
     name = "agent" if config.agents == 1 else f"agent {number}"
     fruitless = 0
@@ -586,7 +586,7 @@ class Child:
         return "\n".join([f"the {self.name} ended with exit code {code}; its last lines:", *lines])
 
     async def logged(self, event: str, field: str) -> str:
-        """Wait until it has logged an event with a field; return that."""
+        """Wait until it has logged an event with a field; return the field."""
         while True:
             with self._log_path.open("rb") as log:
                 log.seek(self._log_start)
@@ -598,7 +598,7 @@ class Child:
             await asyncio.sleep(_LOOK_S)
 
     async def stop(self, patience_s: float = 0.0) -> None:
-        """Let it end by itself for so long; then SIGTERM, and SIGKILL for it and what it started if it does not end in time."""
+        """Wait `patience_s` seconds for its end, then send SIGTERM. After `_STOP_S`, send SIGKILL to it and to what it started."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._process.wait()
@@ -607,13 +607,13 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
                     await self._process.wait()
-        with contextlib.suppress(ProcessLookupError):  # its own session, in which nothing is left if it ended in order
+        with contextlib.suppress(ProcessLookupError):  # its own session, which is empty after an orderly end
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
 
 
 class Children:
-    """Starts processes, whose logs lie in a directory until the evaluation has ended."""
+    """Starts processes, and keeps their logs in a directory until the evaluation has ended."""
 
     def __init__(self, watchdog: Watchdog, directory: Path) -> None:
         self.directory = directory
@@ -622,7 +622,7 @@ class Children:
     @classmethod
     @contextlib.asynccontextmanager
     async def ending_with_this(cls) -> AsyncIterator[Children]:
-        """Yield one whose processes end with the block, also if this process is killed."""
+        """Yield an object whose processes end with the block, even if this process is killed."""
         with tempfile.TemporaryDirectory(prefix="sluice-eval-") as directory:
             watchdog = await Watchdog.start()
             try:
@@ -652,12 +652,12 @@ async def until_serving(child: Child, waiting: asyncio.Task[T], deadline_s: floa
 
     Args:
         child: The process.
-        waiting: Done when it does; its result is returned.
+        waiting: Is done when the process serves; its result is returned.
         deadline_s: Seconds to wait.
 
     Raises:
         BindError: if it died because it cannot listen at its address.
-        ConfigError: if it died of something else, or does not serve in time.
+        ConfigError: if it died for another reason, or does not serve in time.
     """
     died = asyncio.create_task(child.died())
     try:
