@@ -1,4 +1,4 @@
-"""One plan, several engines: what a run starts and where, as data; and what each engine makes of it.
+"""What a run starts and where, as data, and how each engine (local, compose, Helm, Slurm, Ray) runs such a plan.
 
 `make_plan` is a pure function of the settings and the machines. A module beside it renders the plan for one engine.
 """

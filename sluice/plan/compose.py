@@ -14,16 +14,16 @@ from sluice.config import ConfigError
 from sluice.plan.plan import Part, Plan, relay_flags
 
 OVERLAY = "deploy/docker/run.toml"
-"""Settings of every container: where its peers, certificates and directories are."""
+"""Settings file of every container, with peers, certificates and directories."""
 
 MARGIN_S = 5.0
 """Seconds between the end of a drain and SIGKILL."""
 
 IMAGES = {"agents": "orchestrator", "envserver": "orchestrator"}
-"""Services that run in the image of another one; it has what the code of an environment needs."""
+"""Services that run in the image of another service. That image has what the code of an environment needs."""
 
 MOST_PROCESSES = 4096
-"""Processes and threads of a container: a trainer or an engine has some for each core."""
+"""Most processes and threads of a container. A trainer or an engine has several per core."""
 
 _BUILD = {"context": "..", "dockerfile": "deploy/docker/Dockerfile"}
 _SECRETS, _MODEL, _OUTPUTS = "/run/sluice/secrets", "model:/run/sluice/model", "outputs:/run/sluice/outputs"
@@ -33,11 +33,11 @@ _CONTAINER: dict[str, Any] = {
     "read_only": True,
     "cap_drop": ["ALL"],
     "security_opt": ["no-new-privileges:true"],
-    # Torch may load what it compiled from there.
+    # exec, because torch may load compiled code from there.
     "tmpfs": ["/tmp:exec,mode=1777,size=${TMP_SIZE:-1g}"],  # noqa: S108 - a mount of the container
     "pids_limit": MOST_PROCESSES,
 }
-"""What holds for every container: nothing writes to the image, and nothing has or gets a capability."""
+"""Options of every container: it cannot write to the image, and neither has nor gains capabilities."""
 
 _PREPARE = {
     **_CONTAINER,
@@ -115,9 +115,9 @@ def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build:
     _, *command = part.command([*words, *_flags(part)])
     service: dict[str, Any] = {
         **_CONTAINER,
-        # Shared memory and /tmp included.
+        # Includes shared memory and /tmp.
         "mem_limit": f"${{{part.name.upper()}_MEMORY:-{part.memory_gib}g}}",
-        # What another start would not cure ends with 0 there.
+        # serve.sh exits with 0 after failures that another start would not cure.
         "restart": "on-failure",
         "entrypoint": ["/bin/sh", "/app/deploy/docker/serve.sh"],
         "stop_grace_period": f"{part.drain_s + MARGIN_S:g}s",
@@ -139,7 +139,7 @@ def _service(plan: Plan, part: Part, words: Sequence[str], image: str, *, build:
     if part.name == "relay":
         service["profiles"] = ["relay"]
     if part.service == "rollout":
-        # Versions are staged in shared memory: room for the served one and the next.
+        # Versions are staged in shared memory, which needs room for the served version and the next one.
         service["shm_size"] = "${SHM_SIZE:-1gb}"
     if part.threads > 1:
         service["environment"] = {"OMP_NUM_THREADS": str(part.threads)}

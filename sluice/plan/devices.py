@@ -1,7 +1,7 @@
-"""How replicas and trainer use the GPUs of a run where the settings leave it open. Pure.
+"""Decide how replicas and trainer use the GPUs of a run if the settings leave that open. Pure.
 
-Several GPUs are divided between both sides: the result is an allocation, as `allocation_mode` would name it. A GPU that both sides use is
-divided by memory: the trainer gets what a step is estimated to need, and the engine the rest, which it takes when it starts.
+Several GPUs are divided between both sides: the result is an allocation, as in `allocation_mode`. If both sides use the same GPU, its
+memory is divided: the trainer gets what a step is estimated to need, and the engine takes the rest when it starts.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from sluice.plan.machines import GB, Machines
 from sluice.plan.placement import DoesNotFitError, Sizes, on_devices
 
 SHARE = "gpu_memory_utilization"
-"""vLLM's name of the share of a device's memory that an engine takes."""
+"""vLLM's name for the fraction of a device's memory that an engine takes."""
 
 SIDES = ("trainer", "rollout")
 """The services that compute on GPUs."""
 
 ENOUGH_TOKENS = 65_536
-"""Tokens of keys and values with which an engine samples at speed: a few dozen samples at a time."""
+"""Size of a KV cache, in tokens, with which an engine samples at full speed: room for a few dozen samples at a time."""
 
 MOST_TRIED = 64
-"""Devices up to which any number of them may go to the trainer; beyond, it gets whole machines."""
+"""Up to this many devices in all, the trainer may get any number of them. With more devices it gets whole machines."""
 
 ROUNDING = 1e-3
-"""Share of a device's memory to which an engine's share is rounded down."""
+"""An engine's fraction of a device's memory is rounded down to a multiple of this."""
 
 CACHE_BYTES = GIB
-"""Bytes of keys and values of the transformers engine unless `rollout.kv_cache_bytes` says another number."""
+"""Bytes of the KV cache of the transformers engine, unless `rollout.kv_cache_bytes` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,16 @@ class Arranged:
 
 
 def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None, divide: bool = True) -> Arranged:
-    """Decide how a run that trains uses the GPUs of the machines: divide them, or the memory of those that both sides use; bound samples.
+    """Decide how a run that trains uses the GPUs of the machines.
 
-    What the settings say stays as it is. Nothing is decided for machines without GPUs.
+    Divide the GPUs between both sides, or the memory of GPUs that both sides use, and bound the length of samples. Values in the settings
+    stay as they are. Nothing is decided for machines without GPUs.
 
     Args:
         run: The settings as they were read.
         machines: Where the run starts.
-        replicas: The value of `--replicas`; None: as many as the settings say.
-        divide: Whether the run may take all GPUs of the machines, and both sides the same one.
+        replicas: The value of `--replicas`. None: the number in the settings.
+        divide: Whether the run may take all GPUs of the machines, and whether both sides may use the same GPU.
 
     Raises:
         ConfigError: if no division fits; with the numbers and what to change.
@@ -85,7 +86,7 @@ def arrange(run: RunConfig, machines: Machines, *, replicas: int | None = None, 
 
 
 def _divided(run: RunConfig, machines: Machines, replicas: int | None) -> Arranged:
-    """Choose an allocation that uses every GPU: half for each side where a step of training fits, else more for the trainer."""
+    """Choose an allocation that uses every GPU: half for each side if a training step fits then, otherwise more for the trainer."""
     count, refused = sum(machines.devices), ""
     lesser: tuple[int, Allocation] | None = None
     for allocation in _allocations(run, machines, replicas):
@@ -105,7 +106,7 @@ def _divided(run: RunConfig, machines: Machines, replicas: int | None) -> Arrang
             f"{count} GPUs cannot be divided between replicas and trainer so that both fit. With allocation_mode = {refused}"
         )
     _check_room(run, machines, replicas)
-    return Arranged(run)  # the settings fix all sizes, and leave devices over: the plan says so
+    return Arranged(run)  # the settings fix all sizes and leave some devices unused, which the plan reports
 
 
 def _check_room(run: RunConfig, machines: Machines, replicas: int | None) -> None:
@@ -135,7 +136,7 @@ def _with_allocation(run: RunConfig, allocation: Allocation, count: int, held: d
 
 
 def _allocations(run: RunConfig, machines: Machines, replicas: int | None) -> Iterator[Allocation]:
-    """Yield the allocations that use every GPU and agree with what the settings fix, the best first."""
+    """Yield the allocations that use every GPU and agree with the settings, the best first."""
     rollout, parallel = _table(run, "rollout"), _table(run, "trainer").parallel
     arguments, engine = rollout.engine_args, ENGINES[rollout.engine]
     if any(arguments.get(name, 1) != 1 for name in ("pipeline_parallel_size", "data_parallel_size")):
@@ -169,7 +170,7 @@ def _allocations(run: RunConfig, machines: Machines, replicas: int | None) -> It
 
 
 def _memories(machines: Machines, allocation: Allocation) -> dict[str, int | None]:
-    """Return the bytes of the smallest GPU that each side gets, by service; None if nobody says them of one."""
+    """Return, by service, the memory in bytes of the smallest GPU that it gets; None if unknown."""
     rollout, trainer = allocation.rollout, allocation.trainer
     if rollout is None or trainer is None:
         raise AssertionError("both sides have GPUs of their own")
@@ -183,11 +184,13 @@ def _memories(machines: Machines, allocation: Allocation) -> dict[str, int | Non
 
 
 def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[dict[str, Footprint], int]:
-    """Return what each side needs with an allocation, and with how many compromises: moments on the host, an engine without `ENOUGH_TOKENS`.
+    """Return the memory that each side needs with an allocation, and the number of compromises.
+
+    A compromise is to keep optimizer moments on the host, or an engine with a KV cache smaller than `ENOUGH_TOKENS`.
 
     Raises:
-        ConfigError: if a side does not fit on a device, the model is not trained in so many processes, or the settings contradict the
-            allocation.
+        ConfigError: if a side does not fit on a device, the model cannot be trained in that number of processes, or the settings
+            contradict the allocation.
     """
     memories = _memories(machines, allocation)
     sized = allocated(run.model_copy(update={"allocation_mode": str(allocation)}))
@@ -208,20 +211,20 @@ def _needs(run: RunConfig, machines: Machines, allocation: Allocation) -> tuple[
 
 
 def _longest(run: RunConfig, memories: Mapping[str, int | None]) -> tuple[int, str] | None:
-    """Return the most tokens of a sample if the memory of a side allows fewer than the model, and which side that is."""
+    """Return the longest sample, in tokens, that memory allows, and the side that limits it; None if memory allows what the model allows."""
     found = {name: _table(run, name).longest_sample(run, cuda=True, memory=memories[name]) for name in SIDES}
     return min(((most, name) for name, most in found.items() if most is not None), default=None)
 
 
 def _with_longest(done: Arranged, memories: Mapping[str, int | None]) -> Arranged:
-    """Bound the samples of a run by the memory of both sides, unless the settings do or not even `least_sample` would fit."""
+    """Bound the samples of a run by the memory of both sides, unless the settings bound them, or not even `least_sample` would fit."""
     if not _is_open(done.run):
         return done
-    # Only the length is kept: the other decisions are made again by each service, on its own machine.
+    # Keep only the length from these settings: each service makes the other decisions again, on its own machine.
     sized, _ = decided(allocated(done.run), cuda=True, memory=memories["trainer"])
     found = _longest(sized, memories)
     if found is None or found[0] < least_sample(sized):
-        return done  # what does not fit at all is refused with the numbers
+        return done  # a later check refuses what does not fit at all, with the numbers
     longest, side = found
     why = "the engine" if side == "rollout" else "a training step"
     note = (
@@ -233,12 +236,12 @@ def _with_longest(done: Arranged, memories: Mapping[str, int | None]) -> Arrange
 
 
 def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
-    """Divide the memory of each GPU between the trainer and the engines of so many replicas on it.
+    """Divide the memory of each GPU between the trainer and the engines of `replicas` replicas on it.
 
-    An engine has room for one sample as long as the model allows; if that does not fit, for one as short as makes sense.
+    An engine gets room for one sample of the model's longest length, or of `least_sample` tokens if that does not fit.
 
     Raises:
-        ConfigError: if a step of training and an engine with its weights and one sample do not fit together.
+        ConfigError: if a training step does not fit next to an engine with its weights and one sample.
     """
     try:
         whole = _by_memory(run, machines, replicas, run)
@@ -253,16 +256,16 @@ def _shared(run: RunConfig, machines: Machines, replicas: int) -> Arranged:
 
 
 def _offloads(run: RunConfig, machines: Machines) -> bool:
-    """Return whether the trainer keeps moments on the host because the memory that it may use is not enough."""
+    """Return whether the trainer keeps optimizer moments on the host because its share of the device's memory is too small."""
     sized, _ = decided(allocated(run), cuda=True, memory=machines.device_bytes)
     return _table(run, "trainer").optimizer_offload == "auto" and _table(sized, "trainer").optimizer_offload is True
 
 
 def _by_memory(run: RunConfig, machines: Machines, replicas: int, least_run: RunConfig) -> Arranged:
-    """Divide the memory as `_shared` says; `least_run` are the settings by which an engine's least is estimated.
+    """Divide the memory as `_shared` describes. An engine's smallest share is estimated from the settings `least_run`.
 
     Raises:
-        ConfigError: if both sides do not fit.
+        ConfigError: if the two sides do not fit together.
     """
     rollout, trainer = _table(run, "rollout"), _table(run, "trainer")
     memory, vllm = machines.device_bytes, rollout.engine == "vllm"
@@ -352,7 +355,7 @@ def _with_share(run: RunConfig, share: float, reason: str) -> Arranged:
 
 
 def _with_limit(done: Arranged, room: float, trainer: Any) -> Arranged:  # noqa: ANN401 - a table of a package that this one does not import
-    """Add the memory that is left for the trainer on each GPU, unless the settings say how much it may use."""
+    """Set the memory that the trainer may use on each GPU to what is left, unless the settings say how much it may use."""
     if trainer.device_memory_gb is not None:
         return done
     left = math.floor(room / GB * 1000) / 1000

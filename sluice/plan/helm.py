@@ -1,6 +1,6 @@
-"""The plan as values of the chart `deploy/helm/sluice`: what follows from the settings and the machines.
+"""The plan as values of the chart `deploy/helm/sluice`: all values that follow from the settings and the machines.
 
-What a cluster alone knows (images, storage classes, certificates, node selectors) comes from another file of values beside it.
+Values that depend on the cluster (images, storage classes, certificates, node selectors) come from another file of values.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def helm(plan: Plan, run: RunConfig, settings: Sequence[str]) -> str:
     Args:
         plan: The plan.
         run: The settings that it was made of.
-        settings: Words of the settings. The first file becomes `run.settings`; further files and flags go to every part.
+        settings: Words of the settings. The first file becomes `run.settings`; every part gets the further files and flags.
 
     Raises:
-        ConfigError: if there is no file, one cannot be read, or parts share GPUs, which pods cannot.
+        ConfigError: if there is no file, a file cannot be read, or parts share GPUs, which pods cannot do.
     """
     return yaml.safe_dump(values(plan, run, settings), sort_keys=False, width=120)
 
@@ -78,7 +78,7 @@ def _environment(part: Part, run: RunConfig, words: Sequence[str]) -> dict[str, 
 
 
 def _common(part: Part, words: Sequence[str]) -> dict[str, Any]:
-    """Return what every part has. A start has whole seconds, at least those of one probe."""
+    """Return the values that every part has. The time to start is in whole seconds, and at least that of one probe."""
     return {
         "drainSeconds": math.ceil(part.drain_s),
         "startSeconds": max(5, math.ceil(part.start_s)),

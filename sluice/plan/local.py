@@ -22,13 +22,13 @@ from sluice.rpc.server import LOOPBACK, free_ports
 from sluice.supervise.supervisor import ChildSpec, LogLimit
 
 HOSTS = (LOOPBACK,)
-"""The one machine, as the services reach each other on it."""
+"""Host names of the one machine, by which the services reach each other."""
 
 KNOWN = ("gateway", "tuner")
-"""Parts that programs outside of the plan call: they listen at the host and the ports of their settings, the others on loopback."""
+"""Parts that programs outside of the plan call. They listen at the host and the ports of their settings; the others on loopback."""
 
 _SERVICES = {"relay": "weightsync"}
-"""Services of the parts that have another name."""
+"""Services of the parts whose names differ from their service's."""
 
 METRICS = "metrics"
 """Name of the port that serves Prometheus metrics."""
@@ -36,13 +36,13 @@ METRICS = "metrics"
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
 
 LEFT = {"rollout": "was drained and is not started again", "agents": "has ended: the run has no more episodes"}
-"""Why the others go on without a child that ended with exit code 0, for people."""
+"""By service, why the run continues after such a child ended with exit code 0, for people."""
 
 _SHARED_CORES = {
     # Two processes whose OpenMP threads spin on the same cores slow each other down more than tenfold.
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
-    # What libraries announce to their developers does not belong in the run's logs.
+    # Warnings for developers of the libraries do not belong in the run's logs.
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
 
@@ -57,7 +57,7 @@ def this_machine(devices: Sequence[str]) -> Machines:
 def on_free_ports(plan: Plan, run: RunConfig) -> Plan:
     """Return the plan on loopback ports that were free a moment ago, so that several runs can share a machine.
 
-    Ports of metrics that the settings name stay, and so do those of `KNOWN` parts unless the settings say 0: others must know them.
+    Ports of metrics that the settings name stay, since others must know them. So do the ports of `KNOWN` parts, unless they are 0.
     """
     if run.metrics_ports:
         plan = _with_metrics(plan)
@@ -67,7 +67,7 @@ def on_free_ports(plan: Plan, run: RunConfig) -> Plan:
 
 
 def _with_metrics(plan: Plan) -> Plan:
-    """Return the plan with a port of metrics, of any number, for each instance that has none."""
+    """Return the plan with a port of metrics (any free number) for each instance that has none."""
     places = tuple(
         replace(each, ports=(*each.ports, Port(METRICS, 0)))
         if each.ports and METRICS not in {port.name for port in each.ports}
@@ -87,7 +87,7 @@ def free_names(place: Place, run: RunConfig) -> list[str]:
 
 
 def metrics_targets(plan: Plan, run: RunConfig) -> list[dict[str, Any]]:
-    """Return where the services of a placed plan serve metrics, as Prometheus reads it from a file (`file_sd_configs`)."""
+    """Return the metrics targets of a plan's services, in the format that Prometheus reads from a file (`file_sd_configs`)."""
     scheme = "http" if run.security.tls_cert is None else "https"
     targets = []
     for place in plan.places:
@@ -103,7 +103,7 @@ def metrics_targets(plan: Plan, run: RunConfig) -> list[dict[str, Any]]:
 
 
 def unused_ports(plan: Plan, run: RunConfig) -> list[str]:
-    """Return one line for each port of the settings in whose place a service of the plan gets a free one."""
+    """Return one line for each port in the settings that is not used because the service gets a free port instead."""
     lines = []
     for service in sorted({part.service for part in plan.parts} - {*KNOWN}):
         section = run.section(service)
@@ -120,7 +120,7 @@ def unused_ports(plan: Plan, run: RunConfig) -> list[str]:
 
 
 def known_host(run: RunConfig, part: str) -> str:
-    """Return where a part listens: those of `KNOWN` at the host of their settings, since callers may be elsewhere."""
+    """Return the host on which a part listens: for `KNOWN` parts that of the settings, since callers may be elsewhere."""
     return _server(run, part).host if part in KNOWN else LOOPBACK
 
 
@@ -148,7 +148,7 @@ def child_environment(part: Part, given: Mapping[str, str], *, own_threads: bool
     Args:
         part: What the child runs.
         given: The environment that it inherits.
-        own_threads: Whether the number of threads is a flag of the user's, which is stronger than a variable.
+        own_threads: Whether the user gave the number of threads as a flag, which overrides a variable.
     """
     environment = shared_cores(given)
     if own_threads or "OMP_NUM_THREADS" not in given:
@@ -157,12 +157,12 @@ def child_environment(part: Part, given: Mapping[str, str], *, own_threads: bool
 
 
 def shared_cores(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of any program that shares its cores; those that the user has set stay as they are."""
+    """Return variables to add for a program that shares its cores with others. Variables that the user has set are left out."""
     return {name: value for name, value in _SHARED_CORES.items() if name not in given}
 
 
 def load_first(plan: Plan, part: Part) -> list[Part]:
-    """Return the parts that must serve before a part starts: they load first what they need of the GPUs that both use."""
+    """Return the parts that must serve before a part starts, because both use the same GPUs, and these parts must load first."""
     if not plan.shares_devices or not part.devices:
         return []
     return [plan.part(each) for each in part.waits_for if each in COMPUTES]
@@ -171,7 +171,7 @@ def load_first(plan: Plan, part: Part) -> list[Part]:
 def child_specs(
     plan: Plan, run: RunConfig, settings: Path, log_dir: Path, *, devices: Sequence[str] = (), own_threads: bool = False
 ) -> list[ChildSpec]:
-    """Return the children of a run. They start side by side, those first that take longest; on GPUs that both sides use, the trainer loads first.
+    """Return the children of a run. They start in parallel, the slowest first. On GPUs that both sides use, the trainer loads first.
 
     Args:
         plan: For one machine.
@@ -179,7 +179,7 @@ def child_specs(
         settings: File that the children read.
         log_dir: Directory of their logs.
         devices: Names of the machine's CUDA devices.
-        own_threads: Whether the number of threads is a flag of the user's.
+        own_threads: Whether the user gave the number of threads as a flag.
     """
     specs = []
     for place in sorted(plan.places, key=lambda place: place.part not in COMPUTES):

@@ -1,4 +1,4 @@
-"""The machines of a plan: what they have, and how a flag or a file says it. They need not be there."""
+"""The machines of a plan: what they have, and how a flag or a file describes them. They need not exist yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GB = 10**9
 MOST_MACHINES = 4096
 
 CORES_PER_DEVICE = 8
-"""CPU cores that a machine is given for each of its GPUs where nobody says how many it has; also those of one without GPUs."""
+"""CPU cores per GPU to assume for a machine whose number of cores is not given. A machine without GPUs is assumed to have this many."""
 
 _SHORT = re.compile(
     r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)(?:x(?P<kind>[A-Za-z][A-Za-wyz0-9.]*)(?:-(?P<gb>\d+(?:\.\d+)?))?)?"
@@ -35,8 +35,8 @@ class Machine:
         devices: GPUs; 0 for a machine that computes on the CPU.
         cores: CPU cores.
         kind: Name of its GPUs, such as ``H100``, for people.
-        device_gb: Memory of each GPU in GB (10^9 bytes); None if nobody says, then nothing is checked against it.
-        memory_gb: Main memory in GB; None as above.
+        device_gb: Memory of each GPU in GB (10^9 bytes). None: unknown, and not checked.
+        memory_gb: Main memory in GB. None: unknown, and not checked.
     """
 
     devices: int = 0
@@ -62,7 +62,7 @@ class Machines:
 
     @classmethod
     def alike(cls, nodes: int = 1, devices: int = 0, cores: int = 1, **memory: Any) -> Self:  # noqa: ANN401 - the other fields of `Machine`
-        """Return so many machines of one kind."""
+        """Return `nodes` machines of one kind."""
         return cls((Machine(devices, cores, **memory),) * nodes)
 
     @property
@@ -72,18 +72,18 @@ class Machines:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """GPUs of each."""
+        """GPUs of each machine."""
         return tuple(machine.devices for machine in self.each)
 
     @property
     def device_bytes(self) -> int | None:
-        """Bytes of the smallest of their GPUs; None if nobody says it of one."""
+        """Memory in bytes of the smallest GPU; None if there is no GPU, or the memory of one is unknown."""
         each = [machine.device_gb for machine in self.each if machine.devices]
         return None if not each or None in each else int(min(filter(None, each)) * GB)
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """CPU cores of each."""
+        """CPU cores of each machine."""
         return tuple(machine.cores for machine in self.each)
 
     def __str__(self) -> str:
@@ -124,10 +124,10 @@ def machines_of(text: str, cores: int | None = None) -> Machines:
     Args:
         text: ``[NODESx]DEVICES[xKIND[-GB]]``, such as ``4x4xH100-80``, ``8xH100-80`` for one machine, ``3x0`` for three without GPUs; or the
             path of a TOML file with a table ``[[machines]]`` for each kind, whose keys are ``nodes`` and the fields of `Machine`.
-        cores: CPU cores of each where the file does not say it; None: `CORES_PER_DEVICE` for each GPU.
+        cores: CPU cores of each machine, if the file does not give them. None: `CORES_PER_DEVICE` for each GPU.
 
     Raises:
-        ConfigError: if it is neither.
+        ConfigError: if the text has neither form.
     """
     short = _SHORT.fullmatch(text)
     try:
@@ -154,7 +154,7 @@ def machines_of(text: str, cores: int | None = None) -> Machines:
 
 
 def add_machines_options(parser: argparse.ArgumentParser, usual: str) -> None:
-    """Add ``--machines`` and ``--cores``. `usual` says which machines are meant without them."""
+    """Add ``--machines`` and ``--cores``. `usual` describes the default machines."""
     parser.add_argument(
         "--machines",
         metavar="MACHINES",

@@ -1,7 +1,7 @@
 """Which node and which devices each rollout replica and the trainer get: pure arithmetic on numbers of devices.
 
-Replicas are all of one size, so that the most of them fit if each node takes as many as it has room for. The trainer's processes
-are divided evenly over its nodes, because torchrun starts as many on each.
+All replicas have the same size, so the greatest number fits if each node is filled. The trainer's processes are divided evenly over its
+nodes, because torchrun starts the same number on each node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class DoesNotFitError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A node, and the numbers of the devices on it; no devices for what computes on the CPU."""
+    """A node, and the numbers of devices on it; no devices for a process that computes on the CPU."""
 
     node: int
     devices: tuple[int, ...] = ()
@@ -26,13 +26,13 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What computes.
+    """Sizes of the sides of a run, as numbers of processes.
 
     Attributes:
         replicas: Rollout replicas.
         replica: Processes of each replica, all on one node.
         ranks: Processes of the trainer.
-        group: Ranks that should share a node because they exchange most (tensor parallelism).
+        group: Number of ranks that should share a node because they communicate most (tensor parallelism).
     """
 
     replicas: int
@@ -45,7 +45,7 @@ def on_devices(sizes: Sizes, devices: Sequence[int], *, shared: bool = False) ->
     """Give each process a device: replicas fill the nodes from the first one, the trainer takes the last nodes.
 
     Args:
-        sizes: Zero replicas or zero ranks where that side computes on the CPU.
+        sizes: Sizes; zero replicas or zero ranks if that side computes on the CPU.
         devices: Devices of each node.
         shared: Whether the trainer uses the devices of the replicas.
 
@@ -93,7 +93,7 @@ def on_devices(sizes: Sizes, devices: Sequence[int], *, shared: bool = False) ->
 
 
 def _spans(sizes: Sizes, devices: Sequence[int], *, shared: bool) -> list[int]:
-    """Return the numbers of nodes that the trainer may span, the best first: groups whole, then as few as possible."""
+    """Return the numbers of nodes that the trainer may span, the best first: those that split no group, then the smallest numbers."""
     if not sizes.ranks:
         return [0]
     own = devices if shared else devices[::-1]
@@ -109,7 +109,7 @@ def _fill(rooms: Sequence[int], replicas: int, size: int) -> list[Spot]:
 
 
 def on_cores(sizes: Sizes, cores: Sequence[int]) -> tuple[list[Spot], list[Spot]]:
-    """Divide processes that compute on the CPU over the nodes: the trainer on the last ones, replicas where least is.
+    """Divide processes that compute on the CPU over the nodes: the trainer on the last nodes, replicas on the least loaded ones.
 
     Cores may be shared, so this always fits.
 

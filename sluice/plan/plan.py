@@ -1,7 +1,7 @@
 """What a run starts, where, in which order and on which ports: a pure function of the settings and the machines.
 
-The local supervisor, compose, Helm, Slurm and Ray all start what a `Plan` says. They differ only in what an engine alone knows: paths,
-host names, and how a process is restarted.
+The local supervisor, compose, Helm, Slurm and Ray, called engines here, all start what a `Plan` says. They differ only in what just the
+engine knows: paths, host names, and how a process is restarted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sluice.plan.placement import DoesNotFitError, Sizes, Spot, on_cores, on_dev
 from sluice.supervise.restart_policy import MOST_RESTARTS, START_S
 
 RANKS_MARGIN_S = 1.0
-"""Seconds that the ranks of a trainer get beyond its drain: less than the engine's margin, so that the launcher ends last."""
+"""Seconds that a trainer's ranks get in addition to the drain. Less than the engine's margin, so that the launcher ends last."""
 
 MOST_PROCESSES = 1024
-"""More computing processes on one machine are a mistake in the settings."""
+"""Most computing processes on one machine. A larger number is a mistake in the settings."""
 
 OPEN_PORTS = {"grpc": 7107, "http": 7117}
-"""Ports of services whose settings say 0, any free one: an engine must know where to ask for their health."""
+"""Ports of services whose settings say 0 (any free port). They are fixed here because an engine must know where to check health."""
 
 STRIDE = 20
 """Distance between the ports of two instances of one part on one node."""
@@ -35,13 +35,13 @@ STRIDE = 20
 _LAST_PORT = 65_535
 
 LEAST_MEMORY_GIB = 4
-"""Main memory of a part that computes nothing, at most: a bound on what a fault of it takes from the others."""
+"""Limit on the main memory of a part that computes nothing, so that a fault in it cannot take the memory of the others."""
 
 MEMORY_MARGIN = 1.25
-"""An estimate of main memory times this is the bound: what it does not count is Python, libraries and fragmentation."""
+"""The limit is an estimate of main memory times this. The estimate does not include Python, libraries and fragmentation."""
 
 EXTRA = ("gateway", "relay", "envserver")
-"""Parts that can be added to a plan: what they are for is not in the settings."""
+"""Parts that flags can add to a plan. The settings do not show whether they are needed."""
 
 
 class Restart(enum.StrEnum):
@@ -58,11 +58,11 @@ class Ready(enum.StrEnum):
     """When an instance is ready for those that wait for it."""
 
     SERVES = "serves"
-    """It answers its own calls. What it waits for itself comes from services that are started after it: the first version of the weights
-    after the orchestrator has begun an epoch, replicas that announce themselves. To wait for more would be a circle."""
+    """It answers its own calls. Its peers may be started later: the first version of the weights comes after the orchestrator has begun an
+    epoch, and replicas announce themselves. To wait for its peers, too, would be circular."""
 
     HAS_ITS_PEERS = "has its peers"
-    """It also has what it needs of other services: `sluice health --ready`."""
+    """It also has what it needs from other services: `sluice health --ready`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +84,21 @@ class Part:
     Attributes:
         name: Unique in the plan, such as ``rollout``.
         service: The service that it runs: ``sluice SERVICE``. A relay runs ``weightsync``.
-        count: Instances. Each can die, be restarted and be moved alone.
+        count: Number of instances. Each can die, be restarted and be moved independently.
         nodes: Nodes that one instance spans.
-        processes: Processes per node of an instance that compute (1 if none does): ranks under a launcher, or an engine's own.
+        processes: Computing processes per node of an instance (1 if none computes): ranks under a launcher, or processes of an engine.
         devices: GPUs per node of an instance.
         threads: Threads that one process should compute with.
-        device_gb: Estimated memory on each GPU in GB (10^9 bytes); None if the settings do not tell, or nothing computes there.
+        device_gb: Estimated memory on each GPU in GB (10^9 bytes); None if it cannot be estimated, or nothing computes there.
         memory_gib: Main memory in GiB (2^30 bytes) that an instance may use on a machine, shared memory included.
-        ports: Ports of an instance that has a network address of its own. `Place.ports` has those of instances that share a node.
+        ports: Ports of an instance with its own network address. For instances that share a node see `Place.ports`.
         waits_for: Parts that must serve before this one can.
         ready: When an instance counts as started.
         restart: When an engine starts an instance again.
         start_s: Seconds until an instance must serve.
-        drain_s: Seconds that an instance takes to drain after SIGTERM, at most.
+        drain_s: Most seconds that an instance takes to drain after SIGTERM.
         keeps_state: Whether it needs a disk that outlives the process.
-        ends_run: Whether the run has succeeded when it ends with exit code 0.
+        ends_run: Whether the run succeeds when this part ends with exit code 0.
         scales: Whether instances may be added and removed while the run lasts.
     """
 
@@ -140,7 +140,7 @@ class Part:
         return {each.name: each.number for each in self.ports}[name]
 
     def health(self, address: str) -> tuple[str, ...]:
-        """Return the command that ends with 0 if the instance at an address counts as started; its settings may follow."""
+        """Return a command that exits with 0 if the instance at `address` counts as started. Words of the settings may be appended."""
         flags = ("--ready",) if self.ready is Ready.HAS_ITS_PEERS else ()
         return ("sluice", "health", *flags, address)
 
@@ -152,7 +152,7 @@ class Part:
         Args:
             settings: Words of the settings: ``@``, a file, and flags such as those of `Place.port_flags`.
             instance: Name of the instance, where the service should know it.
-            rank: Number of the node among those that the instance spans, or what the engine puts there, such as a variable.
+            rank: Number of the node among the nodes of the instance, or the engine's text for it, such as a variable.
             rendezvous: ``host:port`` of the first of these nodes; needed if there are several.
         """
         words = (self.service, *settings)
@@ -182,9 +182,9 @@ class Place:
         part: Name of the part.
         instance: Name of the instance.
         node: Number of the machine.
-        rank: Number of the node among those that the instance spans.
+        rank: Number of the node among the nodes of the instance.
         devices: Numbers of its GPUs on that machine.
-        ports: Its ports on that machine, which no other instance there has.
+        ports: Its ports on that machine. No other instance there has the same.
     """
 
     part: str
@@ -215,8 +215,8 @@ class Plan:
     Attributes:
         run: Name of the run.
         machines: The machines that it was made for.
-        parts: In an order in which each comes after all that it waits for.
-        places: One for each instance, or for each node of one that spans several; in the order of the parts.
+        parts: The parts, each after all parts that it waits for.
+        places: One place per instance, or per node if an instance spans several; in the order of the parts.
         shares_devices: Whether several instances use the same GPUs.
         most_restarts: Restarts of one instance within ten minutes.
     """
@@ -234,7 +234,7 @@ class Plan:
 
     @property
     def drain_s(self) -> float:
-        """Seconds that the whole run takes to drain, at most. A gateway alone may take longer, but it ends soon after the orchestrator."""
+        """Most seconds that the whole run takes to drain. The gateway's own limit is left out, since it ends soon after the orchestrator."""
         return max(part.drain_s for part in self.parts if part.name != "gateway")
 
     @property
@@ -278,11 +278,11 @@ class Plan:
         return [each for each in self.places if each.part == part]
 
     def on_node(self, node: int) -> list[Place]:
-        """Return what runs on a machine."""
+        """Return the places on a machine."""
         return [each for each in self.places if each.node == node]
 
     def addresses(self, part: str, hosts: Sequence[str], port: str = "grpc") -> list[str]:
-        """Return ``host:port`` of each instance of a part; of the first node of those that span several.
+        """Return ``host:port`` of each instance of a part. If an instance spans several nodes, its first node counts.
 
         Args:
             part: Name of the part.
@@ -301,7 +301,7 @@ class Plan:
         return PeersConfig(**single, rollout=self.addresses("rollout", hosts))
 
     def with_ports(self, ports: Mapping[tuple[str, str], int]) -> Plan:
-        """Return the plan with other ports, by the names of instance and port."""
+        """Return the plan with its ports replaced; the keys are names of instance and port."""
         places = tuple(
             replace(each, ports=tuple(replace(port, number=ports[each.instance, port.name]) for port in each.ports))
             for each in self.places
@@ -337,32 +337,33 @@ _ALL_PARTS = (
     Part("gateway", "gateway", waits_for=("orchestrator",), scales=True),
     Part("agents", "agents", waits_for=("gateway",), restart=Restart.ON_FAILURE, scales=True),
 )
-"""What is the same in every plan, in start order."""
+"""All parts with the values that are the same in every plan, in start order."""
 
 
 def relay_flags(upstream: str, advertise: str, directory: str) -> tuple[str, ...]:
     """Return the flags that make a weight service a relay.
 
     Args:
-        upstream: Address that it takes versions from.
-        advertise: Its own, for the replicas beside it.
-        directory: Where it keeps them; not the directory of the weight service.
+        upstream: Address of the service from which it takes versions.
+        advertise: Its own address, for the replicas on its machine.
+        directory: Where it keeps versions; not the directory of the weight service.
     """
     return (f"--upstream={upstream}", f"--advertise={advertise}", f"--directory={directory}")
 
 
 COMPUTES = ("rollout", "trainer", "tuner")
-"""Parts that keep cores and devices busy; the others wait for sockets, and share the first machine. A plan has one of the last two."""
+"""Parts that keep cores and devices busy. The others wait for sockets, and share the first machine. A plan has either a trainer or a
+tuner."""
 
 
 class Purpose(enum.StrEnum):
-    """What the services of a plan are there for."""
+    """The purpose of the services of a plan."""
 
     RUN = "run"
     """A run: the orchestrator decides what is sampled and trained."""
 
     TRAINING_API = "training-api"
-    """Loops of callers: they decide, and `sluice tuner` computes."""
+    """Training loops of callers: the callers decide, and `sluice tuner` computes."""
 
 
 def make_plan(
@@ -384,10 +385,10 @@ def make_plan(
     Args:
         run: The settings.
         machines: Where it runs.
-        purpose: What the services are there for.
-        replicas: Rollout replicas; None: as many as the settings say.
-        extra: Instances of parts of `EXTRA` that are added.
-        threads: Threads of each process that computes; None: the processes of a machine divide its cores.
+        purpose: The purpose of the services.
+        replicas: Number of rollout replicas. None: the number in the settings.
+        extra: Numbers of instances of parts of `EXTRA` to add.
+        threads: Threads of each computing process. None: the processes of a machine divide its cores.
         start_s: Seconds until a part must serve.
         most_restarts: Restarts of one instance within ten minutes.
 
@@ -416,7 +417,7 @@ def make_plan(
     parts: list[Part] = []
     held: dict[str, Footprint] = {}
     for each in present:
-        # vLLM takes a share of a GPU's memory when it starts, and fails if that is not free: the trainer has loaded its model before.
+        # At its start vLLM takes a share of a GPU's memory, and fails if less is free. So the trainer must have loaded its model before.
         first = each.name == "rollout" and trains == "trainer" and shares_devices and bool(spots["rollout"][0].devices)
         waits_for = (*each.waits_for, *(["trainer"] if first else []))
         part = replace(
@@ -446,7 +447,7 @@ def make_plan(
 
 
 def replicas_of(flag: int | None, run: RunConfig) -> int:
-    """Return the number of rollout replicas of a run: the value of `--replicas`, or if that is None the settings'.
+    """Return the number of rollout replicas of a run: the value of `--replicas`, or the number in the settings if that is None.
 
     Raises:
         ConfigError: if it is 0, or the settings contradict each other.
@@ -468,7 +469,7 @@ def replicas_of(flag: int | None, run: RunConfig) -> int:
 
 
 def has_external_agents(run: RunConfig) -> bool:
-    """Return whether agents outside of the run hold its conversations: they need a gateway."""
+    """Return whether agents outside of the run play its episodes. They need a gateway."""
     return any(each.workflow == "external" for each in environments_of(run))
 
 
@@ -502,7 +503,7 @@ def _spots(run: RunConfig, machines: Machines, replicas: int, trains: str) -> tu
         placed = on_devices(gpu, machines.devices, shared=shared)
     except DoesNotFitError as error:
         if allocation is None and machines.nodes == 1 and gpu.ranks <= machines.devices[0]:
-            # Without an allocation everything shares the devices of the machine, and each service takes what it needs of them.
+            # Without an allocation all services share the devices of the machine, and each takes what it needs.
             everywhere = Spot(0, tuple(range(machines.devices[0])))
             placed, shared = ([everywhere] * gpu.replicas, [everywhere] if gpu.ranks else []), True
         else:
@@ -515,7 +516,7 @@ def _spots(run: RunConfig, machines: Machines, replicas: int, trains: str) -> tu
 def _check_memory(
     held: Mapping[str, Footprint], parts: Sequence[Part], spots: Mapping[str, Sequence[Spot]], machines: Machines
 ) -> None:
-    """Refuse machines whose devices, or whose main memory, are too small for what computes there.
+    """Refuse machines whose devices or main memory are too small for the parts that compute there.
 
     Raises:
         ConfigError: with the numbers and the remedy.
@@ -545,13 +546,13 @@ def _check_memory(
 
 
 def _main_memory(part: Part, held: Footprint) -> int:
-    """Return the GiB of main memory of an instance on one machine, as its settings tell, with a margin."""
+    """Return the estimated main memory of an instance on one machine in GiB, with a margin."""
     on_cpu = 0 if part.devices else held.device * part.processes
     return math.ceil((held.host + held.host_of_process * part.processes + on_cpu) * MEMORY_MARGIN / GIB)
 
 
 def _with_memory(part: Part, held: Footprint) -> Part:
-    """Return the part with its memory, as its settings tell."""
+    """Return the part with its estimated memory."""
     bound = _main_memory(part, held) + LEAST_MEMORY_GIB
     return replace(
         part, device_gb=round(held.device / GB, 1) if part.devices else None, memory_gib=max(part.memory_gib, bound)
@@ -559,10 +560,10 @@ def _with_memory(part: Part, held: Footprint) -> Part:
 
 
 def _loads(spots: Mapping[str, Sequence[Spot]], processes: Mapping[str, int], nodes: int) -> list[int]:
-    """Return the processes that compute on each machine.
+    """Return the number of computing processes on each machine.
 
     Raises:
-        ConfigError: if they are too many.
+        ConfigError: if there are more than `MOST_PROCESSES` on one.
     """
     loads = [0] * nodes
     for name, held in spots.items():
@@ -585,14 +586,14 @@ def _places(parts: Sequence[Part], spots: Mapping[str, Sequence[Spot]]) -> Itera
                 held = [spots["rollout"][number]]
             elif part.name in spots:
                 held = list(spots[part.name])
-            else:  # a relay is worth its disk on another machine than that of weightsync
+            else:  # a relay is only of use on a machine without the weight service
                 held = [Spot(away[number % len(away)] if part.name == "relay" else 0)]
             for rank, spot in enumerate(held):
                 yield Place(part.name, instance, spot.node, rank, spot.devices, part.ports if rank == 0 else ())
 
 
 def _with_own_ports(places: Iterator[Place]) -> Iterator[Place]:
-    """Move ports that another place on the same machine has.
+    """Change ports that another place on the same machine already has.
 
     Raises:
         ConfigError: if there are no further ports.

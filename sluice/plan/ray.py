@@ -1,7 +1,7 @@
 """A plan on a Ray cluster: bundles of a placement group, and one actor for each process that a bundle holds.
 
-Each replica, each gateway and each node of the trainer has a bundle of its own, so that it can be lost and placed again alone. What
-computes nothing shares one bundle: weight service and orchestrator then have one disk, as they do on one machine.
+Each replica, each gateway and each node of the trainer has a bundle of its own, so that it can be lost and placed again without the
+others. Weight service and orchestrator share one bundle, so that they have one disk, as on one machine.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ CONTROL = "control"
 """Name of the bundle of the parts that compute nothing."""
 
 CONTROL_CPUS = 1.0
-"""CPUs of that bundle: its parts wait for sockets."""
+"""CPUs of that bundle. Its parts mostly wait for sockets."""
 
 PIN = 0.001
-"""Share of a node's resource that keeps a bundle on it."""
+"""Amount of a node's own resource that a bundle requests so that it is placed on that node."""
 
 PEERS = {
     "trainer": ("weightsync",),
@@ -28,11 +28,12 @@ PEERS = {
     "gateway": ("orchestrator",),
     "agents": ("gateway",),
 }
-"""The parts whose addresses a part reads when it starts. It is started again when one of them has moved to another node. The
-orchestrator is not started again for replicas: they announce themselves."""
+"""For each part, the parts whose addresses it reads at start. It is restarted when one of these has moved to another node. The
+orchestrator is not restarted for replicas: they announce themselves."""
 
 FIXED_PORTS = ("gateway",)
-"""Parts that listen on the ports of the settings, since agents must know them. Others take free ports: other runs use the node too."""
+"""Parts that listen on the ports of the settings, since agents must know them. The others take free ports, because other runs may use
+the same node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,11 @@ class Bundle:
     """Resources that Ray reserves on one node.
 
     Attributes:
-        name: What it is for, for people.
+        name: Name for people.
         cpus: Logical CPUs.
         gpus: GPUs.
-        keeps_state: Whether what runs there needs the run's directory.
-        node: Address of the node that it must be on; empty for any.
+        keeps_state: Whether its processes need the run's directory.
+        node: Address of the node that it must be on; empty for any node.
     """
 
     name: str
@@ -68,12 +69,12 @@ class Seat:
 
     Attributes:
         name: Unique in the run, such as ``rollout-1`` or, for the second node of a trainer, ``trainer.1``.
-        part: The part that it is an instance of.
+        part: The part that it belongs to.
         instance: Name of the instance.
-        rank: Number of the node among those that the instance spans.
+        rank: Number of the node among the nodes of the instance.
         bundle: Number of its bundle.
         cpus: Logical CPUs of its actor.
-        ports: Names of its ports, each with the number that it must have; 0 for any that is free.
+        ports: Names of its ports, each with the required number; 0 for any free port.
     """
 
     name: str
@@ -86,11 +87,11 @@ class Seat:
 
 
 def seat(plan: Plan, pin: str = "") -> tuple[list[Bundle], list[Seat]]:
-    """Return the bundles of a plan, and who sits in them.
+    """Return the bundles of a plan, and the processes in them.
 
     Args:
         plan: The plan.
-        pin: Address of the node that must hold what keeps state; empty for any node.
+        pin: Address of the node for parts that keep state; empty for any node.
 
     Raises:
         ConfigError: if parts share GPUs: an actor has GPUs of its own.
@@ -117,7 +118,7 @@ def seat(plan: Plan, pin: str = "") -> tuple[list[Bundle], list[Seat]]:
 
 
 def left_over(plan: Plan) -> str:
-    """Return a line about GPUs of the cluster that a run does not take; empty if it takes all."""
+    """Return a line about the GPUs of the cluster that the run does not use; empty if it uses all."""
     if not plan.unused_devices:
         return ""
     return (
@@ -127,10 +128,10 @@ def left_over(plan: Plan) -> str:
 
 
 def unplaced(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]]) -> list[Bundle]:
-    """Return the bundles that do not fit on nodes, if the largest ones are placed first.
+    """Place bundles on nodes, the largest first, and return those that do not fit.
 
     Args:
-        bundles: What has to be placed.
+        bundles: The bundles to place.
         nodes: Resources of each node.
     """
     left = [dict(each) for each in nodes]

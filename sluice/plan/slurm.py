@@ -1,7 +1,7 @@
 """A plan as a Slurm job: which nodes it asks for, its batch script, and the `srun` step of each part. Pure.
 
-Nodes that need the same become one group. One group is a simple job, several are a heterogeneous one with a component for each. Which
-machines the nodes are, is known when the job runs: `hosts_of` reads it from the job's variables.
+Nodes with the same requirements form a group. One group is a simple job; several groups are a heterogeneous job with one component for
+each. The machines are only known when the job runs: `hosts_of` reads them from the job's variables.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ CONTROL = "control"
 """Role of a node on which nothing computes."""
 
 CONTROL_CORES = 8
-"""CPU cores that a node needs at most if nothing computes there."""
+"""Most CPU cores to request for a node on which nothing computes."""
 
 SIGNAL_S = 60
-"""Seconds that Slurm may send a signal too early or too late, and `scontrol requeue` may take."""
+"""Seconds by which Slurm may send a signal too early or too late, including the time of `scontrol requeue`."""
 
 _PICK_DEVICES = (
     'IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"; for one in ${1//,/ }; do mine=${mine:+$mine,}${all[one]:?}; done;'
     ' export CUDA_VISIBLE_DEVICES=$mine; shift; exec "$@"'
 )
-"""Shell program that leaves a part its own of the devices that Slurm shows a step: their numbers in that list come first."""
+"""Shell program that restricts a part to its own devices among those that Slurm gives to the step. Its first argument is their indices in
+that list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Nodes that need the same: the simple job, or a component of a heterogeneous one.
+    """Nodes with the same requirements: the simple job, or a component of a heterogeneous job.
 
     Attributes:
         name: What its nodes do: ``rollout``, ``trainer``, ``control``, or several of them, such as ``rollout+trainer``.
         first: Number of its first node in the plan; the others follow.
         nodes: Number of nodes.
-        devices: GPUs of each.
-        cores: CPU cores of each.
+        devices: GPUs of each node.
+        cores: CPU cores of each node.
         options: Further options of sbatch, such as ``--partition=gpu``.
     """
 
@@ -56,7 +57,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the script of a job says besides its nodes.
+    """Contents of a job's script, besides its nodes.
 
     Attributes:
         log: File that the job writes its output to. Its folder must exist before the job starts.
@@ -72,7 +73,7 @@ class Job:
 
 
 def with_control_node(plan: Plan) -> Plan:
-    """Return the plan with all that computes nothing moved to a further node, which becomes the first one."""
+    """Return the plan with all parts that compute nothing moved to an additional node, which becomes the first one."""
     places = tuple(
         replace(each, node=0 if each.part not in (*COMPUTES, "relay") else each.node + 1) for each in plan.places
     )
@@ -81,11 +82,11 @@ def with_control_node(plan: Plan) -> Plan:
 
 
 def groups_of(plan: Plan, options: Sequence[str] = ()) -> tuple[Group, ...]:
-    """Divide the nodes into groups of neighbours that need the same.
+    """Divide the nodes into groups of consecutive nodes with the same requirements.
 
     Args:
         plan: The plan.
-        options: Options of sbatch: ``--account=x`` for all groups, ``trainer:--partition=h100`` for those where the trainer computes.
+        options: Options of sbatch: ``--account=x`` for all groups, ``trainer:--partition=h100`` for the groups of the trainer.
 
     Raises:
         ConfigError: if an option names no group, or a node would run nothing.
@@ -119,7 +120,7 @@ def groups_of(plan: Plan, options: Sequence[str] = ()) -> tuple[Group, ...]:
 
 
 def _roles(plan: Plan, node: int) -> list[str]:
-    """Return what computes on a node, or that nothing does."""
+    """Return the names of the parts that compute on a node, or `CONTROL` if none does."""
     here = {each.part for each in plan.on_node(node)}
     return [name for name in COMPUTES if name in here] or [CONTROL]
 
@@ -180,13 +181,13 @@ def _described(place: Place) -> str:
 
 
 def label(place: Place) -> str:
-    """Return the name of a place: that of its instance, and on further nodes of it their rank: ``trainer.1``."""
+    """Return the name of a place: its instance, and on further nodes of the instance also their rank, as in ``trainer.1``."""
     return f"{place.instance}.{place.rank}" if place.rank else place.instance
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node of a job that runs.
+    """A node of a running job.
 
     Attributes:
         name: Its name in Slurm.
@@ -211,16 +212,16 @@ def hosts_of(
     names: Callable[[str], Sequence[str]],
     address: Callable[[str], str],
 ) -> list[Host]:
-    """Return the nodes of the job that runs, in the order of the plan.
+    """Return the nodes of the running job, in the order of the plan.
 
     Args:
-        groups: What the job asked for.
-        variables: Of the batch script.
+        groups: The groups that the job requested.
+        variables: Environment variables of the batch script.
         names: Expands a list of nodes, such as ``n[0-2]``.
         address: Returns the address of a node.
 
     Raises:
-        ConfigError: if this is no Slurm job, or it has other nodes than the plan.
+        ConfigError: if this is not a Slurm job, or its nodes differ from the plan's.
     """
     several = len(groups) > 1
     hosts: list[Host] = []
@@ -246,8 +247,8 @@ def hosts_of(
 def step(host: Host, place: Place, command: Sequence[str]) -> tuple[str, ...]:
     """Return the command that starts a part as a step of the job on its node.
 
-    Steps share the node (`--overlap`): each sees all its cores and devices, and a part uses those that the plan gives it. Slurm would
-    make a step wait for the memory or the cores of another one, without a deadline.
+    Steps share the node (`--overlap`): each step sees all cores and devices of the node, and a part uses those that the plan gives it.
+    Without this, Slurm would make a step wait for the memory or the cores of another step, without a deadline.
     """
     words = ["srun", f"--job-name={label(place)}"]
     words += [] if host.group is None else [f"--het-group={host.group}"]
