@@ -33,7 +33,7 @@ PUSH_GRACE_S = 0.5
 """Seconds that a running push gets to end when the trainer stops."""
 
 LEAST_GRACE_S = 0.5
-"""Seconds that the compute thread and a checkpoint get at least, also where calls took all of `server.drain_s`."""
+"""Least seconds that the compute thread and a checkpoint get to end, even if calls used up `server.drain_s`."""
 
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
     """Serve one run's trainer; on every rank except the first, carry out the commands of rank 0.
 
     Raises:
-        ConfigError: if the settings cannot work, or the processes are not as many as `trainer.parallel` says.
+        ConfigError: if the settings cannot work, or the number of processes is not the one in `trainer.parallel`.
         SluiceError: if the ranks have to be started again.
     """
     compute = ComputeThread()
@@ -73,7 +73,7 @@ def _join(config: TrainerConfig) -> tuple[Mesh, RankLink | None]:
     """Join the other ranks, if there are any.
 
     Raises:
-        ConfigError: if they are not as many as the settings say.
+        ConfigError: if the number of ranks is not the one in the settings.
     """
     try:
         mesh = join(config.parallel, config.device)
@@ -89,7 +89,7 @@ def _join(config: TrainerConfig) -> tuple[Mesh, RankLink | None]:
 async def _lead(
     common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: RankLink | None
 ) -> None:
-    """Serve on rank 0. The port is open while the model loads, so that the state can be read; then health says SERVING."""
+    """Serve on rank 0. The port opens before the model is loaded, so that the state can be read. Health says SERVING after loading."""
     channel = connect(common.peers.weightsync, common.security, role="trainer")
     loop, failed = asyncio.get_running_loop(), asyncio.Event()
     ranks = None
@@ -122,7 +122,7 @@ async def _lead(
                 left_s = await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(max(left_s, LEAST_GRACE_S))
-        if ended and ranks is not None:  # otherwise a thread still uses the link; the others end when this process does
+        if ended and ranks is not None:  # else a thread uses the link; the other ranks end with this process
             ranks.stop_others(_exit_code(sys.exception() or _failure_of(loading)))
         await publisher.close(PUSH_GRACE_S)
         await channel.close()
@@ -144,7 +144,7 @@ async def _lead(
 async def _follow(
     common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: RankLink | None
 ) -> int:
-    """Carry out the commands of rank 0 until it says stop. Return the exit code that it says."""
+    """Carry out the commands of rank 0 until it sends `Stop`. Return the exit code in that command."""
     if link is None:
         raise RuntimeError("a rank other than the first needs a link to it")
     channel = connect(common.peers.weightsync, common.security, role="trainer")
@@ -152,7 +152,7 @@ async def _follow(
     learner = Learner(common, config, mesh)
     probes = None
     try:
-        if os.environ.get("LOCAL_RANK") == "0":  # the first process of a further node answers for that node
+        if os.environ.get("LOCAL_RANK") == "0":  # the first process of another node answers probes for that node
             probes = await serve_probes(config.server)
         return await FollowingRank(learner, link, publisher).run(compute)
     finally:
@@ -172,12 +172,12 @@ def _weight_publisher(
 
 
 def _failure_of(task: asyncio.Task[None]) -> BaseException | None:
-    """Return why a task failed; None if it did not, or has not ended."""
+    """Return the exception of a task; None if it has not ended, was cancelled or succeeded."""
     return task.exception() if task.done() and not task.cancelled() else None
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """Return the exit code of a trainer that ends by an error, or without one by a signal."""
+    """Return the exit code of a trainer that ends with an error, or because of a signal if there is none."""
     if error is None or isinstance(error, asyncio.CancelledError):
         return EXIT_UNFINISHED
     if isinstance(error, ConfigError):
@@ -189,7 +189,7 @@ def _end(error: BaseException) -> None:
     """Exit at once: a process group that lost a member, and the threads that wait in it, cannot be shut down.
 
     Raises:
-        BaseException: the error, if it is for the caller to explain.
+        BaseException: the error itself, if the caller has to explain it (ConfigError).
     """
     if isinstance(error, ConfigError):
         raise error

@@ -1,4 +1,4 @@
-"""Settings of the training engine: device, precision, parallelism, optimizer; and what the axes of parallelism can split.
+"""Settings of the training engine (device, precision, parallelism, optimizer), and checks whether a model can be split that way.
 
 Imports neither torch nor transformers.
 """
@@ -32,7 +32,7 @@ COLUMNS, ROWS = "colwise", "rowwise"
 """transformers' names for splitting a matrix by its outputs or by its inputs."""
 
 PARTIAL = "replicated_with_grad_allreduce"
-"""transformers' name for a module that is whole in every process but applied to its own heads, so that gradients add up."""
+"""transformers' name for a module that each process has whole but applies only to its own heads: its gradients must be summed."""
 
 _Compute = TypeVar("_Compute", bound="ComputeConfig")
 _Optimizer = TypeVar("_Optimizer", bound="OptimizerConfig")
@@ -253,7 +253,7 @@ class ComputeConfig(OptimizerConfig):
 
     @model_validator(mode="after")
     def _settings_work_together(self) -> Self:
-        """Refuse combinations that work on no device; the engine checks the rest."""
+        """Refuse combinations that work on no device. The engine checks the others."""
         if self.lora.rank and (self.parallel.tp > 1 or self.parallel.pp > 1):
             raise ValueError(
                 "adapters (lora.rank) do not work with tensor or pipeline parallelism: set parallel.tp and parallel.pp to 1, or lora.rank to 0"
@@ -276,7 +276,7 @@ class ComputeConfig(OptimizerConfig):
         return self
 
     def uses_devices(self) -> bool:
-        """Return whether a step is computed on GPUs where there are some."""
+        """Return whether a step is computed on GPUs if the host has some."""
         return self.device != "cpu"
 
     def check_compiler(self) -> None:
@@ -294,7 +294,7 @@ class ComputeConfig(OptimizerConfig):
 def on_device(config: _Compute, device: str) -> _Compute:
     """Return the settings with each `auto` that depends on the device replaced by a value.
 
-    On CUDA memory is the limit, so activations are recomputed and frozen weights stored in bfloat16. `device` is cpu or cuda.
+    On CUDA, memory is the limit. `auto` therefore recomputes activations and stores frozen weights in bfloat16. `device` is cpu or cuda.
     """
     dtype = chosen_precision(config.dtype, device)
     recompute = device == "cuda" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
@@ -320,7 +320,7 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Self:
-        """Return the mesh of a job; `dp_shard = -1` means all processes that the other axes leave.
+        """Return the mesh of a job. `dp_shard = -1` stands for `world_size` divided by the product of the other axes.
 
         Raises:
             ValueError: if the product of the axes is not `world_size`.
@@ -349,7 +349,7 @@ class ParallelDims:
 
     @property
     def data_parallel(self) -> int:
-        """Number of processes with different rows, `dp_replicate` x `dp_shard`; the others have the rows of one of these."""
+        """Number of groups of processes with different rows: `dp_replicate` x `dp_shard`."""
         return self.dp_replicate * self.dp_shard
 
     def place(self, rank: int) -> dict[str, int]:
@@ -379,7 +379,7 @@ class ParallelDims:
 
 
 def check_sizes(model: str, setting: str, parallel: ParallelConfig, lora: LoraConfig | None = None) -> None:
-    """Refuse a model on disk that cannot be trained in these processes, or with an adapter if `lora` asks for one.
+    """Refuse a model on disk that cannot be trained in these processes, or not with an adapter if `lora` asks for one.
 
     Unknown sizes and hub ids are not checked.
 
@@ -402,16 +402,16 @@ def check_sizes(model: str, setting: str, parallel: ParallelConfig, lora: LoraCo
 
 
 def processes_of(parallel: ParallelConfig) -> int:
-    """Return the number of processes: `dp_shard = -1` counts as 1, unless a launcher has said how many there are."""
+    """Return the number of processes. `dp_shard = -1` counts as 1, unless a launcher has set `WORLD_SIZE`."""
     axes = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
     return axes * parallel.dp_shard if parallel.dp_shard > 0 else max(axes, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def check_experts(sizes: ModelSizes, processes: int, tp: int, lora: LoraConfig) -> None:
-    """Refuse what does not work for a model of experts. transformers stacks the experts of a layer in one tensor.
+    """Refuse settings that do not work for a model of experts, because transformers stacks the experts of a layer in one tensor.
 
     Raises:
-        ValueError: with the reason and the settings that work, if the model has experts and there is such a setting.
+        ValueError: with the reason and the settings that work, if the model has experts and a setting does not work with them.
     """
     if not sizes.experts:
         return
@@ -454,7 +454,7 @@ def check_tensor(sizes: ModelSizes, tp: int) -> None:
 
 
 def tensor_plan(model_type: str) -> dict[str, str]:
-    """Return transformers' own plan for the layers of an architecture: how each module is split, by its name in a layer.
+    """Return transformers' plan for the layers of an architecture: the way in which each module is split, by its name in a layer.
 
     Raises:
         ValueError: if there is no plan, or a module is split in another way than by columns or rows.
@@ -486,9 +486,9 @@ def check_heads(heads: int, tp: int, cp: int) -> None:
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the layers of each stage, in order. The first stages have one more if the layers do not divide evenly.
+    """Return the layers of each stage, in order. If they do not divide evenly, the first stages have one more layer.
 
-    The last stage never has one more, because it also has the head.
+    The last stage never has one more layer, because it also has the head.
 
     Raises:
         ValueError: if there are fewer layers than stages.

@@ -25,10 +25,10 @@ from trainer_svc.objectives.presets import PRESETS
 from trainer_svc.precision import Precision, chosen_precision, frozen_precision
 
 BASE = "base"
-"""Names the model that the run starts from, where another one could stand."""
+"""In place of the path of a model: use the model that the run starts from."""
 
 IN_BATCH = "batch"
-"""Names no model: every trajectory brings its log-probabilities."""
+"""In place of the path of a model: load none, because every trajectory brings the model's log-probabilities."""
 
 RL_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
 
@@ -212,7 +212,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
 
     @model_validator(mode="after")
     def _mixes_only_losses(self) -> Self:
-        """Refuse several objectives where one of them estimates advantages over the whole batch."""
+        """Refuse several objectives if one of them estimates advantages over the whole batch."""
         estimating = [f"objectives.{name}" for name, each in self.objectives.items() if each.resolved.runs_estimator]
         if self.objectives and self.objective.resolved.runs_estimator:
             estimating = ["objective", *estimating]
@@ -228,7 +228,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
 
     @property
     def all_objectives(self) -> dict[str, ResolvedObjective]:
-        """All objectives by the name that trajectories give; "" is that of trajectories which name none."""
+        """All objectives by the name that trajectories give; "" stands for trajectories that name none."""
         return {"": self.objective.resolved} | {name: each.resolved for name, each in self.objectives.items()}
 
     @property
@@ -263,7 +263,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
         return self
 
     def processes(self) -> int:
-        """Return the ranks: the product of the axes. `dp_shard = -1` counts as 1, since nothing else sets their number."""
+        """Return the number of ranks: the product of the axes. `dp_shard = -1` counts as 1, since no other setting has the number."""
         axes = self.parallel
         return math.prod((axes.dp_replicate, max(1, axes.dp_shard), axes.tp, axes.cp, axes.pp))
 
@@ -275,7 +275,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
         return self.model_copy(update={"threads": 1})
 
     def models_beside(self) -> dict[str, str]:
-        """Reference, teacher and critic, where they are models of their own."""
+        """The models that reference, teacher and critic name, except for the run's own model, by setting."""
         named = {f"trainer.{name}.model": getattr(self, name).model for name in ("reference", "teacher", "critic")}
         return {setting: model for setting, model in named.items() if model not in ("", BASE, IN_BATCH)}
 
@@ -304,7 +304,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
         return *self.dead_clips, *self._check_memory(run)
 
     def check_trainable(self, run: CommonConfig) -> None:
-        """Refuse models that cannot be split as `parallel` says, or not be adapted; see `Section.check_trainable`."""
+        """Refuse models that cannot be split as `parallel` says, or cannot be adapted; see `Section.check_trainable`."""
         adapted = ("model", "trainer.critic.model")
         for setting, model in {"model": run.model, **self.models_beside()}.items():
             check_sizes(model, setting, self.parallel, self.lora if setting in adapted else None)
@@ -334,7 +334,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
         return most_that_fit(needed, sizes.positions, capacity)
 
     def _capacity(self, memory: int | None) -> float | None:
-        """Return the bytes of a device that training may use; `memory` are all of its bytes, None if nobody knows."""
+        """Return the bytes of a device that training may use. `memory` is the size of its whole memory, None if unknown."""
         if self.device_memory_gb is not None:
             return self.device_memory_gb * 1e9
         return None if memory is None else memory * USABLE
@@ -352,7 +352,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
             run: The settings of the run.
             cuda: As for `footprint`.
             compute: Settings in place of these.
-            longest: Tokens of the longest row; None: as the settings bound it.
+            longest: Tokens of the longest row; None: the limit in the settings.
 
         Raises:
             ConfigError: if the axes of `parallel` contradict the number of processes.
@@ -415,13 +415,13 @@ class TrainerConfig(ComputeConfig, TrainerTable):
                 raise AssertionError("the model's sizes are known")
             return held
 
-        # Muon cannot step on the CPU, and the setting holds for a critic, too. The engine of each then decides for itself.
+        # Muon cannot step on the CPU, and the setting applies to a critic, too. So here it counts as off; each engine decides for itself.
         muon = self.has_critic_of_its_own and self.critic.optimizer == "muon" and self.optimizer_offload == "auto"
         config = self.model_copy(update={"optimizer_offload": False}) if muon else self
         return fit(config, needed, self._capacity(memory), device=self._on(cuda=cuda), shards=shards)
 
     def _savings(self, *, cuda: bool) -> str:
-        """Return which settings that save memory are not in force, for people."""
+        """Return a text that names the memory-saving settings which are still off."""
         used = on_device(self, self._on(cuda=cuda))
         offloads = used.optimizer_offload is True or used.optimizer == "muon" or self._on(cuda=cuda) == "cpu"
         free = {"gradient_checkpointing": used.gradient_checkpointing is True, "optimizer_offload": offloads}
@@ -454,7 +454,7 @@ class TrainerConfig(ComputeConfig, TrainerTable):
 
 
 def _longest_row(run: CommonConfig) -> int:
-    """Return the most tokens of a row as the settings of the replicas bound it; else of one prompt and response of the run."""
+    """Return the most tokens of a row that the replicas' settings allow. If they set no limit, one prompt and response of the run."""
     rollout = rollout_of(run)
     given = None if rollout is None else rollout.engine_args.get("max_model_len") or rollout.max_model_len
     return given if isinstance(given, int) else least_sample(run)

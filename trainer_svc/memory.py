@@ -4,13 +4,13 @@
 Llama and Qwen3, also with experts. On the device count
 
 * weights: 4 bytes per parameter; 4 or 2 in a frozen base;
-* gradients: 4 bytes per trained parameter, which sharding divides unless `accumulate` is `whole`;
+* gradients: 4 bytes per trained parameter, divided by sharding unless `accumulate` is `whole`;
 * moments: AdamW 8 bytes per trained parameter, Muon 4; none on the device with `optimizer_offload`;
 * copies: weights in the precision of the forward pass, see `copies_bytes`;
-* activations: what autograd keeps of each layer (with `gradient_checkpointing` its input only);
-* work: what the most expensive part of a step needs beside that: the output layer, or the backward pass of one layer, or, if
-  gradients are summed after each micro-batch, the sum of those of embedding and output layer;
-* other models: a reference and a teacher, and a critic with a model of its own.
+* activations: the tensors that autograd keeps of each layer (with `gradient_checkpointing` only the layer's input);
+* work: temporary memory of the most expensive part of a step: the output layer, the backward pass of one layer, or, if gradients
+  are summed after each micro-batch, the sum of the gradients of embedding and output layer;
+* other models: a reference, a teacher, and a critic with a model of its own.
 
 Not counted are the allocator's fragmentation, CUDA's own memory (about 1 GB) and communication buffers: `sluice.config.footprint.USABLE` leaves room for them.
 """
@@ -61,7 +61,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one process has of a model: parameters before they are sharded.
+    """One process's share of a model, in parameters before they are sharded.
 
     Attributes:
         layers: Number of decoder layers of its stage.
@@ -82,7 +82,7 @@ class _Share:
     @classmethod
     def of(cls, model: Decoder, config: ComputeConfig, dims: ParallelDims, longest: int) -> _Share:
         return cls(
-            # The first stage has more layers and the embedding, the last one the output layer; assume a rank with both.
+            # The first stage has more layers and the embedding, the last stage the output layer. Assume a rank that has all of these.
             layers=math.ceil(model.layers / dims.pp),
             layer=model.layer // dims.tp,
             ends=model.embedding * (1 if model.tied or dims.pp > 1 else 2) // dims.tp,
@@ -110,7 +110,7 @@ def estimate(
 
     Args:
         model: The policy.
-        config: The settings; each `auto` counts as its value on the device, `accumulate` and `optimizer_offload` as `whole` and false.
+        config: The settings. `auto` means the device's value; for `accumulate` it means `whole`, for `optimizer_offload` false.
         device: Kind of the device: cpu or cuda.
         processes: Processes of the trainer.
         longest: Tokens of the longest row; above `token_budget` it has a micro-batch of its own.
@@ -127,14 +127,14 @@ def estimate(
     trained = own.layers * model.factors(config.lora.rank) if lora else own.parameters
     base = BFLOAT16 if lora and config.lora.base_dtype == "bfloat16" else FLOAT32
     weights = own.parameters * base + (trained * FLOAT32 if lora else 0)
-    # Whole gradients are freed as they are summed, so that slices and whole ones are never all there.
+    # Whole gradients are freed one by one as they are summed, so that all slices and all whole gradients never exist together.
     gradients = trained * FLOAT32 // (1 if config.parallel.accumulate == "whole" else own.shards)
     activations, work = _activations(model, config, dims, own, half=half)
     other = 0
     if critic is not None:
         beside = estimate(*critic, device=device, processes=processes, longest=longest)
         other = beside.weights + beside.gradients + beside.moments
-        # Policy and critic are trained one after the other.
+        # Policy and critic are trained one after the other, not together.
         extra = beside.copies + beside.activations + beside.work
         work += max(0, extra - activations - work - copies_bytes(config, own, half=half, lora=lora))
     return Memory(
@@ -160,8 +160,8 @@ def copies_bytes(config: ComputeConfig, own: _Share, *, half: bool, lora: bool) 
     """Return the bytes of weights in the precision of the forward pass.
 
     A bfloat16 pass computes with bfloat16 copies of its layers. On one device the copy of a layer lives from its forward to its backward
-    pass: at the peak all are there, or with `gradient_checkpointing` only that of the layer at work. Sharded weights are gathered: two
-    layers, of which one is fetched while the other computes, and embedding and output layer.
+    pass: at the peak all copies exist, or with `gradient_checkpointing` only the copy of the layer at work. Sharded weights are gathered:
+    embedding and output layer, and two layers (one is fetched while the other computes) or, without `reshard`, all layers.
     """
     width = BFLOAT16 if half else FLOAT32
     if own.shards > 1:
@@ -174,16 +174,16 @@ def copies_bytes(config: ComputeConfig, own: _Share, *, half: bool, lora: bool) 
 def _activations(
     model: Decoder, config: ComputeConfig, dims: ParallelDims, own: _Share, *, half: bool
 ) -> tuple[int, int]:
-    """Return what is kept from the forward to the backward pass, and what the most expensive part of the step needs beside it."""
+    """Return the bytes kept from the forward to the backward pass, and the temporary bytes of the most expensive part of the step."""
     hidden, queries, keys = model.hidden, model.queries // dims.tp, model.keys // dims.tp
     width = BFLOAT16 if half else FLOAT32
     # With bfloat16, norms and RoPE still compute in float32; inputs and outputs of products are bfloat16.
     attention = 26 * hidden + 12 * queries + 14 * keys if half else 24 * hidden + 16 * (queries + keys)
     inner = model.inner // dims.tp * max(1, model.chosen)
-    # Inputs and outputs of the experts are rows of their own for each expert that a token has.
+    # A token has one input row and one output row per expert that is chosen for it.
     mlp = width * (4 * inner + 2 * hidden * model.chosen)
     of_layer = attention + mlp
-    # Backward through an MLP: its product is freed, gradients of it and of both factors are there, and one of the hidden states.
+    # Backward through an MLP: the product is freed; the gradients of the product, of both factors and of the hidden states exist.
     backward = width * (2 * inner + hidden * model.chosen) + FLOAT32 * hidden
     ends = FLOAT32 * 6 * hidden  # embedding, last norm, the states that predict, and their gradients
     waiting = dims.pp  # micro-batches whose backward pass the first stage still has to run
@@ -195,8 +195,8 @@ def _activations(
     output = own.tokens * ends + _logits(model, config, dims, own) + gradient
     recomputed = of_layer - FLOAT32 * hidden if config.gradient_checkpointing else 0  # its input was kept
     layer = own.tokens * (backward + recomputed)
-    # FSDP keeps the gradients of embedding and output layer whole until the end of a backward pass, those of one layer in the precision
-    # of the pass, and those of two in float32 while they are summed. Otherwise the gradient of one matrix is there before it is added.
+    # FSDP keeps whole gradients: of embedding and output layer until the end of a backward pass, of one layer in the precision of the
+    # pass, and of two layers in float32 while they are summed. Otherwise only the gradient of one matrix exists, before it is added.
     layer += (gradient + own.layer * (width + 2 * FLOAT32)) if summed else own.layer * FLOAT32 // 3
     last = own.ends * 2 * FLOAT32 - kept if summed else 0
     return kept, max(output, layer, last)
@@ -205,9 +205,10 @@ def _activations(
 def host_bytes(model: Decoder, config: ComputeConfig, *, processes: int = 1, published: int = FLOAT32) -> int:
     """Return the main memory of each process of a trainer whose device is a GPU, at its peak.
 
-    A process reads its part of the weights into main memory before it moves them. Later it keeps a copy of the last published
-    version, to compare the next with, and the difference that is being sent, at most half as much; after the first checkpoint also a
-    pinned copy of the trained weights and the moments. Moments that are in main memory anyway are written without a copy.
+    At start, a process reads its part of the weights into main memory before it moves them to the GPU. Later it keeps a copy of the
+    last published version, to compare the next version with, and the difference that is being sent (at most half as large). After the
+    first checkpoint it also keeps a pinned copy of the trained weights and of the moments; moments that are already in main memory
+    need no copy.
 
     Args:
         model: The policy.
@@ -233,12 +234,12 @@ def fit(
     device: str,
     shards: int,
 ) -> Decisions:
-    """Choose `accumulate` and `optimizer_offload` where they are `auto`: the fastest values that fit, else those that need least.
+    """Replace `accumulate` and `optimizer_offload` if they are `auto`, by the fastest values that fit, else by those that need least.
 
     Args:
         config: The settings.
         needed: Estimates a step with other settings.
-        capacity: Bytes of a device that may be used; None if nobody knows: then nothing is decided.
+        capacity: Bytes of a device that may be used; None if unknown: then nothing is decided.
         device: Kind of the device: cpu or cuda.
         shards: Processes over which weights are divided; whole gradients need more than one.
     """

@@ -51,7 +51,7 @@ SAVE_S = 1800.0
 """Seconds that a checkpoint of one engine may take to be written."""
 
 Export = Callable[[Path, Path], None]
-"""Makes a Hugging Face directory: takes the directory with the state, and the one to write."""
+"""Takes the directory with the state and the directory to write, and writes a Hugging Face directory."""
 
 T = TypeVar("T")
 
@@ -60,11 +60,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What one rank writes of a checkpoint; the fields are arguments of `Saver.begin`, except these.
+    """One rank's part of a checkpoint. The fields are arguments of `Saver.begin`, except these.
 
     Attributes:
-        slices: What the rank writes, in host memory: copies, and state that stays as it is until it was read.
-        read: Set when the slices are written, or cannot be.
+        slices: The slices that the rank writes, in host memory: copies, and live state that does not change until `read` is set.
+        read: Set when the slices are written, or when writing has failed.
     """
 
     target: Path
@@ -81,8 +81,8 @@ class Saver:
     Every rank of a trainer makes the same calls, from one thread.
 
     Args:
-        ranks: All ranks, for the calls.
-        writing: All ranks in another group, for the background threads.
+        ranks: All ranks, for exchanges in the calling thread.
+        writing: All ranks in a second group, for exchanges of the background threads.
         deadline_s: Seconds that a checkpoint may take to be written.
     """
 
@@ -94,10 +94,10 @@ class Saver:
 
     @classmethod
     def of(cls, mesh: Mesh, deadline_s: float = SAVE_S) -> Self:
-        """Return a saver for all ranks of a mesh; every rank calls this at the same time."""
+        """Return a saver for all ranks of a mesh. All ranks call this together."""
         if mesh.dims.world_size == 1:
             return cls(deadline_s=deadline_s)
-        # One rank may wait for its checkpoint before until the deadline; the others wait for that rank.
+        # One rank may wait for its previous checkpoint until the deadline. The other ranks wait for that rank.
         timeout = timedelta(seconds=2 * deadline_s)
         calls, writing = (Ranks(dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2))
         return cls(calls, writing, deadline_s)
@@ -116,7 +116,7 @@ class Saver:
 
         Args:
             target: The checkpoint's directory, on a file system that all ranks share. An existing one is replaced.
-            manifest: All facts except the files and the size; those of the first rank count.
+            manifest: All facts except the files and the size. The first rank's manifest is used.
             state: The live state of this rank.
             export: Run by the first rank in the background.
             before: Run by the first rank at once, before anything is copied. It may complete the manifest. If it raises, the
@@ -124,9 +124,9 @@ class Saver:
             after: Run by the first rank when the checkpoint is in place.
 
         Returns:
-            The completed manifest, on every rank, when it is on disk; or what went wrong (TimeoutError if the checkpoint
-            before is not written within the deadline, OSError if the disk is full or another rank failed, RuntimeError if
-            memory is full): then older checkpoints are as they were.
+            A future, on every rank. Its result is the completed manifest, once that is on disk. Its exception is TimeoutError
+            if the previous checkpoint is not written within the deadline, OSError if the disk is full or another rank failed,
+            RuntimeError if memory is full. After an exception, older checkpoints are as they were.
         """
         future: Future[CheckpointManifest] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels a write
@@ -167,12 +167,12 @@ class Saver:
             ) from error
 
     def load(self, directory: Path, engines: Mapping[str, TrainEngine]) -> None:
-        """Verify a checkpoint and put its state back: the same on any number of ranks, in any layout.
+        """Verify a checkpoint and restore its state. Any number of ranks in any layout restore the same state.
 
         Raises:
-            CheckpointDamagedError: if a file is missing or not as it was written; nothing has changed then.
-            OSError: if a rank cannot read one; nothing has changed then.
-            ValueError: if it is of other engines, models or optimizers; the state is undefined then.
+            CheckpointDamagedError: if a file is missing or differs from what was written; nothing has changed then.
+            OSError: if a rank cannot read a file; nothing has changed then.
+            ValueError: if the checkpoint is of other engines, models or optimizers; the state is undefined then.
         """
 
         def damage() -> str:
@@ -187,14 +187,14 @@ class Saver:
             if self._ranks.index == 0:
                 recover(directory)
 
-        _agreed(self._ranks, first_recovers)  # before anyone looks for the manifest
+        _agreed(self._ranks, first_recovers)  # before any rank reads the manifest
         for found in self._ranks.exchange(_agreed(self._ranks, damage).encode()):
             if found:
                 raise CheckpointDamagedError(found.decode())
         restore_state(engines, directory / STATE, self._ranks.index)
 
     def _assigned(self, target: Path, state: LiveState, before: Callable[[], None]) -> dict[TensorSlice, torch.Tensor]:
-        """Return the live slices that this rank is to write; the directory exists when this returns."""
+        """Create the checkpoint's hidden directory, and return the live slices that this rank has to write."""
 
         def prepare() -> dict[TensorSlice, torch.Tensor]:
             self.wait()
@@ -212,9 +212,9 @@ class Saver:
     def _copies(
         self, slices: Mapping[TensorSlice, torch.Tensor], state: LiveState, read: threading.Event
     ) -> dict[TensorSlice, torch.Tensor]:
-        """Copy into host memory that is used again for the next checkpoint: new memory takes five times as long to fill.
+        """Copy the slices into host memory, and keep that memory for the next checkpoint: new memory takes five times as long to fill.
 
-        What lies in host memory already, and stays as it is until `read` is set, is not copied.
+        State that is already in host memory, and does not change until `read` is set, is not copied.
         """
         given: dict[TensorSlice, torch.Tensor] = {}
         copied: dict[TensorSlice, torch.Tensor] = {}
@@ -257,7 +257,7 @@ class Saver:
         return CheckpointManifest(files=describe_files(paths, building))
 
     def _complete(self, snapshot: _Snapshot, parts: list[bytes]) -> bytes:
-        """Write what the first rank writes when the parts of all ranks are on disk: the export, the manifest, the name."""
+        """When the parts of all ranks are on disk, write the export and the manifest, and rename the directory (first rank)."""
         building, complete = _building(snapshot.target), CheckpointManifest()
         complete.CopyFrom(snapshot.manifest)
         for part in parts:
@@ -282,7 +282,7 @@ class Saver:
 
 
 def _agreed(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do `agree`; raise OSError if another rank failed, so that callers report it like a failure of this rank's disk."""
+    """Call `agree`. Raise OSError if another rank failed, so that callers treat that like a failure of this rank's disk."""
     try:
         return agree(ranks, work)
     except OtherRankError as error:
@@ -306,13 +306,13 @@ def _put_in_place(building: Path, target: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Rename a complete checkpoint that a kill between the two renames left in its hidden directory."""
+    """Rename a complete checkpoint that stayed in its hidden directory because the process was killed between the two renames."""
     if not target.exists() and (_building(target) / MANIFEST).exists():
         _building(target).rename(target)
 
 
 def export_state(engine: TrainEngine, state: Path, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face directory of the policy's weights in a checkpoint (directory `state`); any thread may call it."""
+    """Write a Hugging Face directory of the policy's weights that a checkpoint has in `state`. Any thread may call it."""
     engine.export_weights(read_below(f"{POLICY}.model.", state), directory, dtype)
 
 
@@ -320,7 +320,7 @@ class EngineCheckpoints:
     """Checkpoints of one engine, for programs that train without the service. Every rank makes the same calls.
 
     Args:
-        engine: What is trained.
+        engine: The engine to save and to restore.
     """
 
     def __init__(self, engine: TrainEngine) -> None:
@@ -331,8 +331,8 @@ class EngineCheckpoints:
         """Write a checkpoint, and wait until it is on disk; see `begin_save`.
 
         Raises:
-            OSError: if a rank could not write its part, or half an hour was not enough.
-            UnfitWeightsError: as `begin_save`.
+            OSError: if a rank could not write its part, or did not finish within `SAVE_S`.
+            UnfitWeightsError: as in `begin_save`.
         """
         writing = self.begin_save(directory, dtype=dtype)
         self._saver.wait()
@@ -342,15 +342,16 @@ class EngineCheckpoints:
         """Copy the state and write a checkpoint in the background; training may continue when this returns.
 
         Args:
-            directory: What to write, on a file system that all ranks share; it appears whole or not at all, and replaces
-                an existing one.
+            directory: The checkpoint's directory, on a file system that all ranks share. It appears whole or not at all, and
+                replaces an existing one.
             dtype: Precision of the Hugging Face directory `hf` in it; None keeps float32.
 
         Returns:
-            Done when the checkpoint is on disk, or holds what went wrong: ask it before the next one, and at the end.
+            A future that is done when the checkpoint is on disk or has failed. Check it for an exception before the next
+            checkpoint and at the end.
 
         Raises:
-            UnfitWeightsError: if weights are not finite, or not so in `dtype`; nothing was written then.
+            UnfitWeightsError: if weights are not finite, or would not be finite in `dtype`; nothing was written then.
         """
         engine = self._engine
         engine.require_fit(dtype)
@@ -359,10 +360,10 @@ class EngineCheckpoints:
         return self._saver.begin(Path(directory), manifest, state, export=partial(export_state, engine, dtype=dtype))
 
     def load(self, directory: str | Path) -> None:
-        """Restore a checkpoint that any number of ranks wrote; also one of the service.
+        """Restore a checkpoint, also one of the trainer service. Any number of ranks may have written it.
 
         Raises:
-            CheckpointDamagedError: if it is not whole.
+            CheckpointDamagedError: if a file is missing or damaged.
             ValueError: if it is of another model or optimizer.
         """
         self._saver.load(Path(directory), {POLICY: self._engine})
@@ -395,7 +396,7 @@ def describe_files(paths: Iterable[Path], directory: Path) -> list[CheckpointFil
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file beside its place, sync it, and rename it.
+    """Write a temporary file in the same directory, sync it, and rename it to `path`.
 
     Raises:
         OSError: if the disk is full or not writable.

@@ -1,10 +1,10 @@
 """The state of training on disk: which tensors it has, which rank writes which slice of them, and the files.
 
 A state is flat tensors named ``<engine>.model.<name>``, ``<engine>.optimizer.<moment>.<name>``, ``<engine>.scalars.<name>`` and
-``random.<device>.<rank>``. Each rank writes the slices that `share_out` gives it into safetensors files whose header says
-where each slice begins, in the form of torch.distributed.checkpoint's HuggingFaceStorageWriter; its reader reads any range, so
-that a state loads on any number of ranks in any layout. That writer itself is not used: its plan travels pickled between the
-ranks, and its one table of files needs the same names on every rank.
+``random.<device>.<rank>``. Each rank writes the slices that `share_out` gives it into safetensors files. Their header has the
+offset of each slice, in the format of torch.distributed.checkpoint's HuggingFaceStorageWriter. The matching reader reads any
+range, so a state loads on any number of ranks in any layout. The writer itself is not used, because ranks would exchange its
+plan as pickles, and its table of files needs the same names on every rank.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ SCALARS = "scalars"
 
 
 class LiveState(dict[str, torch.Tensor]):
-    """The live tensors that a process has to save, by name; `engines` are theirs, by the first part of the names."""
+    """The live tensors that a process has to save, by name. The first part of a name is the name of the tensor's engine."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], engines: Mapping[str, TrainEngine]) -> None:
         super().__init__(tensors)
         self._engines = engines
 
     def lend(self, read: Event) -> set[str]:
-        """Return the names of tensors that stay as they are until `read` is set; they need no copy."""
+        """Keep some tensors unchanged until `read` is set, and return their names; these need no copy."""
         return {f"{prefix}.{name}" for prefix, engine in self._engines.items() for name in engine.lend(read)}
 
 
 def training_state(engines: Mapping[str, TrainEngine], rank: int) -> LiveState:
-    """Return the live tensors that a process has to save; the next step changes them. Names of engines have no dot."""
+    """Return the live tensors that a process has to save. The next step changes them. Names of engines must not contain a dot."""
     state: dict[str, torch.Tensor] = {}
     for prefix, engine in engines.items():
         state |= {f"{prefix}.{name}": tensor for name, tensor in engine.state_tensors().items()}
@@ -58,12 +58,12 @@ def training_state(engines: Mapping[str, TrainEngine], rank: int) -> LiveState:
 
 
 def restore_state(engines: Mapping[str, TrainEngine], directory: Path, rank: int) -> None:
-    """Restore the state, whatever number of ranks and layout wrote it.
+    """Restore the state. It may have been written by any number of ranks in any layout.
 
-    A rank whose random state is not in the checkpoint keeps its own. Further engines in the checkpoint are not read.
+    A rank whose random state is not in the checkpoint keeps its present one. Other engines in the checkpoint are not read.
 
     Raises:
-        ValueError: if the state is of other engines, models or optimizers; the state is undefined then.
+        ValueError: if the checkpoint is of other engines, models or optimizers; the restored state is undefined then.
     """
     stored = stored_tensors(directory)
     into: dict[str, torch.Tensor] = {}
@@ -100,7 +100,7 @@ def _random_state(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _restore_random_state(tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Restore the generators; leave one alone that the tensors do not name."""
+    """Restore the random generators. A generator without a tensor keeps its state."""
     if (cpu := tensors.get(f"random.cpu.{rank}")) is not None:
         torch.set_rng_state(cpu)
     if torch.cuda.is_available() and (cuda := tensors.get(f"random.cuda.{rank}")) is not None:
@@ -111,7 +111,7 @@ def _restore_random_state(tensors: Mapping[str, torch.Tensor], rank: int) -> Non
 
 
 def held_slices(tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.Tensor]:
-    """Return the slices that this process holds, as live memory."""
+    """Return the slices that this process holds. Their values are the live memory."""
     held: dict[TensorSlice, torch.Tensor] = {}
     for name, tensor in tensors.items():
         local, offsets = local_slice(tensor)
@@ -124,14 +124,14 @@ def share_out(held: Sequence[Collection[TensorSlice]]) -> list[set[TensorSlice]]
     """Decide which rank writes which of the slices that the ranks hold.
 
     Raises:
-        ValueError: if together they do not hold every tensor whole, or slices of one overlap.
+        ValueError: if the ranks together do not hold every tensor whole, or slices of a tensor overlap.
     """
     _check_cover(dict.fromkeys(each for slices in held for each in slices))
     return assign_slices([{each: each.elements for each in slices} for slices in held])
 
 
 def _check_cover(slices: Collection[TensorSlice]) -> None:
-    """Slices are cells of a grid, as every layout of DTensors makes them, so that counting values suffices."""
+    """Check that the slices cover every tensor once. In every layout of DTensors slices are cells of a grid, so counting values suffices."""
     found: dict[str, int] = defaultdict(int)
     shapes: dict[str, tuple[int, ...]] = {}
     for slice_ in slices:
@@ -148,22 +148,22 @@ def _check_cover(slices: Collection[TensorSlice]) -> None:
 
 
 def encode_slices(slices: Collection[TensorSlice]) -> bytes:
-    """Return the wire form, between the ranks of one trainer."""
+    """Encode slices for the exchange between the ranks of one trainer."""
     return weightsync_pb2.Shard(tensors=[each.to_proto() for each in sorted(slices)]).SerializeToString()
 
 
 def decode_slices(content: bytes) -> list[TensorSlice]:
-    """Read the wire form."""
+    """Decode the result of `encode_slices`."""
     return [TensorSlice.from_proto(each) for each in weightsync_pb2.Shard.FromString(content).tensors]
 
 
 # Files.
 
-# Each rank reads by itself, on purpose.
+# Each rank reads on its own, without torch.distributed, on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 FILE_BYTES = 4 << 30
-"""Bytes of tensors after which a new file is begun."""
+"""Bytes of tensors after which a new file is started."""
 
 
 def write_slices(slices: Mapping[TensorSlice, torch.Tensor], directory: Path, rank: int) -> list[Path]:
@@ -180,7 +180,7 @@ def write_slices(slices: Mapping[TensorSlice, torch.Tensor], directory: Path, ra
         try:
             save_file(tensors, path, metadata={CUSTOM_METADATA_KEY: json.dumps(places)})
         except Exception as error:
-            # safetensors has an exception of its own for a full disk.
+            # safetensors raises its own exception for a full disk.
             raise OSError(f"{path} could not be written: {error}") from error
         paths.append(path)
     return paths
@@ -206,12 +206,12 @@ def stored_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def read_tensors(directory: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Read each tensor, plain or DTensor, or the range of it that this rank holds, from files of `write_slices` in any layout."""
+    """Read each tensor (of a DTensor the range that this rank holds) from files that `write_slices` wrote in any layout."""
     dcp.load(dict(into), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
 
 
 def read_below(prefix: str, directory: Path) -> dict[str, torch.Tensor]:
-    """Return the whole tensors whose names begin with a prefix, under their names without it."""
+    """Return the whole tensors whose names begin with a prefix, by their names without the prefix."""
     stored = stored_tensors(directory).items()
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in stored if name.startswith(prefix)}
     read_tensors(directory, tensors)
