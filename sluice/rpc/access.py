@@ -1,4 +1,4 @@
-"""Who may call what, over what, and where a server may listen.
+"""Who may call which methods, over which transport, and where a server may listen.
 
 `ACCESS` is the one table of roles and methods. `Access` applies it to the calls of one server, gRPC and HTTP together.
 """
@@ -41,7 +41,7 @@ _GATEWAY: frozenset[Role] = frozenset({"gateway"})
 _REPLICA: frozenset[Role] = frozenset({"replica"})
 _TENANT: frozenset[Role] = frozenset({"tenant"})
 _TRAINER: frozenset[Role] = frozenset({"trainer"})
-# A relay is a principal of the role trainer: engines load what it gives them, as they load what a trainer pushes.
+# A relay has the role trainer, because engines load the weights that it sends, as they load those that a trainer pushes.
 _WEIGHTS: frozenset[Role] = _REPLICA | _TRAINER
 
 
@@ -114,16 +114,16 @@ ACCESS: Mapping[str, frozenset[Role] | None] = _rows(
         METRICS_HTTP: {"metrics": EVERY_ROLE},
     }
 )
-"""Roles that may call a method or use a route besides admin, who may do everything; None: no principal is needed.
+"""Roles besides admin that may call a method or use a route; an admin may do everything. None: no principal is needed.
 
-What is not here is admin's. A viewer reads and shows a run: nothing that it may call changes anything or samples.
+Only an admin may call methods that are not listed here. A viewer reads and shows a run: its methods change nothing and do not sample.
 """
 
 SESSION_KEY = "sk-sluice-"
-"""Beginning of the keys of sessions. A gateway tells them from the tokens of principals by it."""
+"""Prefix of the keys of sessions, by which a gateway distinguishes them from tokens of principals."""
 
 SETTLING_KEY = f"{SESSION_KEY}settle-"
-"""Beginning of those that settle a session; the others sample it."""
+"""Prefix of the keys that settle a session. The other keys sample."""
 
 _caller: ContextVar[Principal] = ContextVar("caller", default=ANYONE)
 
@@ -140,13 +140,13 @@ def roles_for(service: str, method: str) -> frozenset[Role] | None:
 
 
 def name_request(request_id: str) -> None:
-    """Give the call that is being served its id: its log lines and the calls that it makes have it."""
+    """Set the id of the call that is being served. Its log lines and the calls that it makes carry this id."""
     REQUEST_ID.set(request_id)
     structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
 def caller() -> Principal:
-    """Return who makes the call that is being served; `ANYONE` where the server knows no principals."""
+    """Return the principal that makes the call being served; `ANYONE` if the server has no principals."""
     return _caller.get()
 
 
@@ -196,11 +196,11 @@ class Access:
 
     @property
     def knows_certificates(self) -> bool:
-        """Whether callers may be known by a certificate."""
+        """Whether a principal may be identified by a certificate."""
         return self._principals is not None and self._principals.current().know_certificates
 
     def identify(self, authorization: str | bytes | None, certificate: Collection[str]) -> Principal:
-        """Return who makes a call; `ANYONE` if no principals are configured.
+        """Return the principal that makes a call; `ANYONE` if no principals are configured.
 
         Args:
             authorization: The call's `authorization` metadata or header.
@@ -220,14 +220,14 @@ class Access:
         return self._principals.current().identify(authorization, certificate, now_utc())
 
     def state(self) -> object:
-        """Return what stands for the principals in force: another object after a change, and each time if some of them expire."""
+        """Return an object that identifies the present principals: another object after a change, or at each call if any may expire."""
         if self._principals is None:
             return None
         principals = self._principals.current()
         return object() if principals.expire else principals
 
     def admits(self, authorization: str | bytes | None, certificate: Collection[str], roles: frozenset[Role]) -> bool:
-        """Return whether a call that was admitted would be admitted now, but for its quota."""
+        """Return whether a call that was admitted before would still be admitted now. Quotas do not count."""
         try:
             return self.identify(authorization, certificate).role in roles
         except SluiceError:
@@ -236,9 +236,9 @@ class Access:
     def admit(
         self, authorization: str | bytes | None, certificate: Collection[str], roles: frozenset[Role]
     ) -> Usage | None:
-        """Admit one call, and make its principal the `caller` of this context, which each line of the log names.
+        """Admit one call, and make its principal the `caller` of this context. Each log line of the call names this principal.
 
-        The quota comes before the role: refused calls use it up too.
+        The quota is checked before the role, so calls that are refused for their role use it up, too.
 
         Args:
             authorization: The call's `authorization` metadata or header.
@@ -246,7 +246,7 @@ class Access:
             roles: The roles that may make the call.
 
         Returns:
-            What must be told of the call's end; None if nobody counts.
+            The usage whose `end` must be called at the end of the call; None if calls are not counted.
 
         Raises:
             SluiceError: UNAUTHENTICATED, RESOURCE_EXHAUSTED beyond the quota, PERMISSION_DENIED.
@@ -259,7 +259,7 @@ class Access:
         usage = self._usage.get(principal.name)
         now = self._clock()
         if usage is None or usage.principal != principal:  # its quota may have changed
-            names = self._principals.current().names  # as many as there are principals, at most
+            names = self._principals.current().names  # so that there are at most as many entries as principals
             self._usage = {name: each for name, each in self._usage.items() if name in names}
             usage = self._usage[principal.name] = Usage(principal, now)
         usage.begin(now)
@@ -286,7 +286,7 @@ def is_local_peer(peer: str) -> bool:
     """Return whether a caller is on this machine and calls by loopback or a unix socket.
 
     Args:
-        peer: As gRPC names it: ``ipv4:10.0.0.5:48122``, ``ipv6:%5B::1%5D:48122`` or ``unix:``.
+        peer: The caller's address, as gRPC writes it: ``ipv4:10.0.0.5:48122``, ``ipv6:%5B::1%5D:48122`` or ``unix:``.
     """
     kind, _, address = peer.partition(":")
     return kind == "unix" or (kind in {"ipv4", "ipv6"} and is_local(unquote(address).rpartition(":")[0]))

@@ -8,8 +8,8 @@ from collections.abc import Hashable
 class Connections:
     """The open connections of one port, and their limit. Pure.
 
-    If there are too many, the one is closed that has waited longest for the head of a request, of the peer with the most such
-    connections: connections on which a request is served stay, and so do those of peers with few.
+    If there are too many, take the peer with the most connections that wait for the head of a request, and close the one of these that
+    has waited longest. So connections on which a request is served stay open, and so do connections of peers with few.
 
     Args:
         most: How many may be open.
@@ -19,13 +19,13 @@ class Connections:
         self._most = most
         self._peers: dict[Hashable, str] = {}
         self._waiting: dict[str, dict[Hashable, None]] = {}
-        """Of each peer the connections that wait for a head, in the order in which they began to."""
+        """By peer, the connections that wait for a head, in the order in which they began to wait."""
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def open(self, connection: Hashable, peer: str) -> Hashable | None:
-        """Account for a new connection, which waits for a head; return the one to close for it, None if there is room."""
+        """Account for a new connection, which waits for a head. Return the connection to close in exchange; None if there is room."""
         self._peers[connection] = peer
         self.wait(connection)
         if len(self._peers) <= self._most:
@@ -57,7 +57,7 @@ class Connections:
 class Room:
     """The bytes of all requests in progress, and their limit. Pure.
 
-    The last quarter is for callers that hold little: one that sends much does not keep the others out.
+    The last quarter is reserved for callers that hold little, so that a caller that sends much does not keep the others out.
 
     Args:
         most: How many bytes.
@@ -69,7 +69,7 @@ class Room:
         self.held = 0
 
     def take(self, tenant: Hashable, size: int) -> bool:
-        """Account for bytes of a caller; return whether there was room. `give_back` them also if there was none."""
+        """Account for bytes of a caller. Return whether there was room; call `give_back` in either case."""
         own = self._held[tenant] = self._held.get(tenant, 0) + size
         self.held += size
         return self.held <= (self._most if own <= self._most // 64 else self._most * 3 // 4)

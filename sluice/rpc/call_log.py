@@ -1,7 +1,7 @@
 """The log of calls that change something: who did what, when, and with which outcome, one JSON line a call.
 
-`LOGGED` lists the calls. What a run does all the time (batches, pushed bytes, rewards) has a line only if an admin does it: the journal
-and the trainer's record have the rest.
+`LOGGED` lists the calls. Calls that a run makes all the time (batches, pushed bytes, rewards) are logged only if an admin makes them; for
+the others there are the journal and the trainer's record.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ LOGGED_OF_ADMINS: Mapping[str, tuple[str, ...]] = {
     "sluice.v1.TrainingService/LoadState": ("place", "state"),
     "sluice.v1.WeightSyncService/PushWeights": (),
 }
-"""The calls that others make all the time: logged only if the caller is an admin of a principals file."""
+"""Calls that services and agents make all the time: logged only if the caller is an admin of a principals file."""
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {**LOGGED, **LOGGED_OF_ADMINS}
 
 _TEXT_CHARACTERS = 256
 _LINE_BYTES = 4096
-"""A single write of this size is not mixed with those of another process."""
+"""Longest line. A single write of this size is not interleaved with writes of another process."""
 
 _MOST_WAITING = 1000
-"""Lines that may wait for the disk; further ones are lost, and counted."""
+"""Most lines that may wait for the disk. Further lines are lost, and counted."""
 
 _CLOSE_S = 2.0
 
@@ -89,7 +89,7 @@ log = structlog.get_logger(__name__)
 
 
 def may_be_logged(method: str) -> bool:
-    """Return whether some caller's calls of a method are logged."""
+    """Return whether calls of a method are logged for at least some callers."""
     return method in _FIELDS
 
 
@@ -100,7 +100,7 @@ def is_logged(method: str) -> bool:
 
 
 class CallLog:
-    """Appends to one file, in a thread. A disk that is full or hangs fails no call: it is reported, and lost lines are counted.
+    """Appends to one file, in a thread. If the disk is full or hangs, calls do not fail: that is logged, and lost lines are counted.
 
     A file that is full becomes `NAME.1.jsonl`, the one before it `NAME.2.jsonl`, and so on.
 
@@ -118,11 +118,11 @@ class CallLog:
         self._broken = False
 
     def record(self, method: str, request: Request | None, peer: str, code: str) -> None:
-        """Write the line of a call that has ended; its principal is the `caller` of this context.
+        """Write the line of a call that has ended. Its principal is the `caller` of this context.
 
         Args:
             method: A key of `LOGGED` or `LOGGED_OF_ADMINS`.
-            request: Its request; None if there is none that was read, or a stream of them.
+            request: Its request; None if no request was read, or the call has a stream of requests.
             peer: Address of the client.
             code: Name of the status code that it ended with.
         """
@@ -148,7 +148,7 @@ class CallLog:
 
     @contextlib.contextmanager
     def recorded(self, method: str, request: Request, peer: str) -> Iterator[None]:
-        """Run a call that does not come by gRPC, then write its line."""
+        """While the block runs a call that did not come by gRPC, note its outcome; then write its line."""
         code = "OK"
         try:
             yield
@@ -181,7 +181,7 @@ class CallLog:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             written = os.write(descriptor, line)
-            if written < len(line):  # the disk is full now: the next line must not continue this one
+            if written < len(line):  # the disk is full: the next line must not be appended to this part of a line
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
                 raise OSError(f"only {written} of {len(line)} bytes were written")
         finally:
@@ -212,7 +212,7 @@ class CallLog:
 
 
 def _fields(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the named fields that the request has, as JSON has them."""
+    """Return those of the named fields that the request has, in their JSON form."""
     found: dict[str, Any] = {}
     for name in names:
         message = request

@@ -1,7 +1,7 @@
 """Channels: every call has a deadline, a request id and a token, and only idempotent calls are retried.
 
-Tokens and certificates follow their files. gRPC cannot change the certificate of a channel, so calls begin on a new one then, and the
-old one is closed when the calls in progress on it have ended.
+Tokens and certificates are read again when their files change. gRPC cannot change the certificate of a channel. So new calls then use a
+new channel, and the old one is closed when the calls in progress on it have ended.
 
 This wraps the channel's callables and acts once per call. gRPC's own client interceptors would put another generator around every
 message of a stream.
@@ -35,7 +35,7 @@ UNIX = "unix:"
 """Prefix of the address of a unix socket."""
 
 DNS = "dns:///"
-"""Prefix of a name that stands for all addresses which it resolves to."""
+"""Prefix of a name that stands for all addresses to which it resolves."""
 
 REQUEST_ID_KEY = "x-request-id"
 """Metadata with the id of a call, for the logs of both sides."""
@@ -44,7 +44,7 @@ TOO_OLD = "CONNECTION_TOO_OLD"
 """Reason with which a server ends a watch so that its client connects again."""
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the call that is being served, which the calls that it makes carry too."""
+"""Id of the call that is being served. The calls that it makes carry it, too."""
 
 _FRAMING_BYTES = 64 << 10
 """Room for field headers around a payload of the full size."""
@@ -64,10 +64,10 @@ TRANSPORT_OPTIONS: tuple[tuple[str, int], ...] = (
 _DAY_S = 24 * 3600.0
 
 _POLL_S = 0.1
-"""Pause between two questions to a server that does not serve yet, in seconds."""
+"""Pause between two health checks of a server that does not serve yet, in seconds."""
 
 _ANSWER_S = 5.0
-"""Seconds that one question may take."""
+"""Deadline of one health check in seconds."""
 
 Anything: TypeAlias = Any
 """An argument or a result of gRPC's callables: any message, any call."""
@@ -125,8 +125,8 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
 }
 """The calls that may be sent twice, by fully qualified service: a channel retries only these, and only if the server was unavailable.
 
-The contracts call each of them idempotent or free of side effects. Streams are left out: their callers continue where they broke (an
-offset, a sequence number, a batch id). Health checks and ListSources are left out because they ask about this moment. `Generate` is
+The contracts call each of them idempotent or free of side effects. Streams are left out: their callers continue where a stream broke (at
+an offset, a sequence number, a batch id). Health checks and ListSources are left out because they ask about this moment. `Generate` is
 left out because a caller who lost a replica wants to choose another one, and `VerifyWeights` because it takes minutes.
 """
 
@@ -165,7 +165,7 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 
 _IDLE_OPTION = ("grpc.client_idle_timeout_ms", 60_000)
-"""Without calls, a channel gives its connection up, rather than open it again and again with a certificate that was replaced."""
+"""A channel without calls closes its connection. Otherwise it would open it again and again with a certificate that was replaced."""
 
 
 def connect(
@@ -181,7 +181,7 @@ def connect(
     Args:
         target: ``host:port``, ``dns:///name:port`` (all addresses, round robin) or ``unix:/path``.
         security: Tokens and TLS; TLS is used when an authority or a certificate is configured, never on a unix socket.
-        role: The role that the calls need; `token_file` says which token is sent for it.
+        role: The role that the calls need; see `token_file` for the token that is sent.
         default_deadline_s: Deadline of a call with one response that has no ``timeout`` of its own.
         stream_deadline_s: The same for a call with a stream of responses.
 
@@ -196,13 +196,13 @@ def connect(
 
 
 def token_file(security: Security, role: Role) -> Path | None:
-    """Return the file of the token that calls send which need a role; None if they send none.
+    """Return the file of the token to send with calls that need a role; None to send no token.
 
-    Of two tokens, that of the admin is sent unless an agent's is enough. A dispatcher never sends either: orchestrator and gateways
-    call addresses that replicas announced.
+    If there are two tokens, send the admin's, unless an agent's is enough. Calls with the role dispatcher never send either of them,
+    because orchestrator and gateways call addresses that replicas announced.
 
     Raises:
-        ConfigError: if the role is dispatcher, and this process has tokens but none of a dispatcher.
+        ConfigError: if the role is dispatcher, and this process has tokens but no dispatcher's token.
     """
     agent, admin = security.token_file, security.admin_token_file
     if role == "dispatcher":
@@ -231,8 +231,8 @@ class _Connection:
 
     Args:
         target: As for `connect`.
-        pem: What to show and to trust; None for no TLS.
-        server_name: Name that the server's certificate must have; None: that of the target.
+        pem: Certificate to present and authorities to trust; None for no TLS.
+        server_name: Name that the server's certificate must have. None: the name in the target.
     """
 
     def __init__(self, target: str, pem: Pem | None, server_name: str | None = None) -> None:
@@ -259,7 +259,7 @@ class _Connection:
             self._unused()
 
     def when_unused(self, do: Callable[[], None]) -> None:
-        """Do something once no call is in progress; no further one may begin."""
+        """Call `do` once no call is in progress. No further call may begin."""
         self._unused = do
         if not self._calls:
             do()
@@ -394,7 +394,7 @@ async def health_status(target: str, security: Security, service: str = "", time
 
 
 async def waits_of(target: str, security: Security, timeout_s: float = _ANSWER_S) -> list[str]:
-    """Return what a server waits for, for people; nothing if it is ready.
+    """Return what a server waits for, as texts for people; an empty list if it is ready.
 
     Raises:
         grpc.aio.AioRpcError: if the server does not answer, or does not know the caller.

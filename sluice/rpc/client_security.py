@@ -1,4 +1,4 @@
-"""Tokens and certificates of a client, for programs that have none of a run's settings. Imports nothing but the standard library."""
+"""Tokens and certificates of a client, for programs without a run's settings. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sluice.config import SecurityConfig
 
 Security: TypeAlias = "SecurityConfig | ClientSecurity"
-"""Where tokens and certificates come from: the settings of a process, or what a client gives."""
+"""Source of tokens and certificates: the settings of a process, or those of a client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class ClientSecurity:
 
     Attributes:
         token_file: File with the bearer token of a principal.
-        admin_token_file: File with the token that is sent instead where the role `agent` is not enough.
+        admin_token_file: File with the token that is sent instead if the role `agent` is not enough.
         dispatcher_token_file: File with the token that the orchestrator and gateways send to replicas.
         tls_ca: PEM authorities that the server's certificate is checked against. TLS is used if this or `tls_cert` is set.
         tls_cert: PEM certificate chain of the client, where the server asks for one.
         tls_key: PEM private key of `tls_cert`.
-        tls_address_name: Name that certificates of servers have which are called by an IP address.
+        tls_address_name: Name in the certificates of servers that are called by an IP address.
     """
 
     token_file: Path | None = None
@@ -51,7 +51,7 @@ def read_token(path: Path) -> str:
     """Return the token in a file.
 
     Raises:
-        ConfigError: if it cannot be read, or holds anything but one token.
+        ConfigError: if the file cannot be read, or does not hold exactly one token.
     """
     try:
         token = path.read_text(encoding="utf-8").strip()

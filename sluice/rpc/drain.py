@@ -1,4 +1,4 @@
-"""A service leaves: it takes nothing new, and what is under way gets a time to end."""
+"""Drain of a service: it takes no new work, and work in progress gets a limited time to end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sluice.clock import CLOCK, Clock
 
 
 class Drain:
-    """Whether a service leaves, and how much time what is under way has left. Asked again, it only gets shorter.
+    """Whether a service drains, and the time that is left for work in progress. Further calls of `begin` can only shorten that time.
 
     Args:
-        clock: The time of the grace.
+        clock: Measures that time.
 
     Attributes:
-        begun: Set when the service was asked to leave.
+        begun: Set once the drain has begun.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -27,14 +27,14 @@ class Drain:
         self._shorter = asyncio.Event()
 
     def begin(self, grace_s: float) -> None:
-        """Leave after so many seconds at the latest."""
+        """Drain within `grace_s` seconds."""
         self._end = min(self._end, self._clock() + grace_s)
         self.begun.set()
         self._shorter.set()
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that what is under way has left; infinite before `begin`."""
+        """Return the seconds that are left for work in progress; infinite before `begin`."""
         return max(0.0, self._end - self._clock())
 
     async def until(self, idle: asyncio.Event) -> None:

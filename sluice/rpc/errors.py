@@ -20,16 +20,17 @@ DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata in which gRPC carries a serialised google.rpc.Status."""
 
 _MESSAGE_BYTES = 4096
-"""Longest message on the wire: it travels twice in one header block, once with up to three characters a byte, beside the details."""
+"""Longest message on the wire, in bytes. One header block holds it twice, once with up to three characters per byte, and the details."""
 
 _DETAIL_BYTES = 512
-"""Longest description of a field, and longest fact for programs, for the same reason. They may repeat what a client sent."""
+"""Longest description of a field, and longest metadata value, for the same reason. They may repeat what a client sent."""
 
 _VIOLATIONS = 32
 """Most field violations on the wire."""
 
 _TOO_LARGE = "essage larger than max"
-"""In what gRPC says of a message that is too large, here or at the peer. Its RESOURCE_EXHAUSTED means "later" everywhere else."""
+"""Part of gRPC's own error for a message that is too large, here or at the peer. gRPC sends it as RESOURCE_EXHAUSTED, which otherwise means
+"retry later"."""
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 """Status codes by their number on the wire."""
@@ -42,7 +43,7 @@ class SluiceError(Exception):
         code: Status code, with the meanings of ``proto/sluice/v1/common.proto``.
         reason: UPPER_SNAKE_CASE name for programs; stable.
         message: Sentence for people, with the remedy.
-        retry_after_s: Seconds after which a repeat may succeed.
+        retry_after_s: Seconds after which a retry may succeed.
         violations: What is wrong, per field of the request.
         metadata: Further facts for programs.
     """
@@ -89,7 +90,7 @@ class SluiceError(Exception):
     def from_rpc(cls, error: grpc.aio.AioRpcError) -> Self:
         """Rebuild the error that the server raised. Without details, as for a lost connection, the reason is the code's name.
 
-        A call that we cancel raises asyncio.CancelledError, so CANCELLED is of a server that has stopped: it is UNAVAILABLE.
+        A call that we cancel raises asyncio.CancelledError. So CANCELLED comes from a server that has stopped, and becomes UNAVAILABLE.
         """
         status = Status()
         try:
@@ -112,7 +113,7 @@ class SluiceError(Exception):
     def from_status(
         cls, status: Status, code: grpc.StatusCode = grpc.StatusCode.UNKNOWN, message: str = "no details"
     ) -> Self:
-        """Rebuild an error from its wire form; `code` and `message` count where that has none."""
+        """Rebuild an error from its wire form. `code` and `message` are used if the wire form has none."""
         if status.details:
             code = CODES.get(status.code, code)
         info, retry, request = ErrorInfo(), RetryInfo(), BadRequest()
@@ -179,7 +180,7 @@ class SluiceError(Exception):
 
 
 def _cut(text: str, most_bytes: int) -> str:
-    """Return the beginning of a text that UTF-8 encodes in so many bytes."""
+    """Return the beginning of a text, at most `most_bytes` bytes in UTF-8."""
     return text if 4 * len(text) <= most_bytes else text.encode(errors="replace")[:most_bytes].decode(errors="ignore")
 
 

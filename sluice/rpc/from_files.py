@@ -14,10 +14,10 @@ from weakref import WeakSet
 from sluice.errors import ConfigError
 
 LOOK_S = 1.0
-"""Seconds between two looks whether files have changed. A look asks the system for a few bytes for each file."""
+"""Seconds between two checks whether files have changed. A check makes one system call per file."""
 
 _REPLACED_MOST = 10
-"""Times that files which change while they are read are read again. A renewal replaces them once or twice."""
+"""Most attempts to read files that change while they are read. A renewal replaces them once or twice."""
 
 T = TypeVar("T")
 
@@ -37,18 +37,18 @@ def unusable_files() -> Counter[str]:
 
 
 class FromFiles(Generic[T]):
-    """A value made from files. `current` returns what the files held `LOOK_S` ago at most.
+    """A value made from files. `current` returns the value of at most `LOOK_S` ago.
 
-    When a file changes, the value is made again. If that fails, the last good value stays; a warning says why as soon as the files
-    are still broken at the next look, because one file of several may be written a moment after the other. From then on
-    `unusable_files` counts it.
+    When a file changes, the value is made again. If that fails, the last good value stays. If the files are still broken at the next
+    check, a warning says why, and `unusable_files` counts the value. The first failure is ignored because one of several files may be
+    written a moment after the others.
 
-    Looks and reads happen in the thread that asks, so the files belong on a disk that answers: a local one, or memory.
+    Checks and reads block the calling thread, so the files should be on a disk that always answers: a local one, or memory.
 
     Args:
-        what: Name of the value in lines of the log.
-        files: What it is made from.
-        make: Makes it, from the value so far; None at first.
+        what: Name of the value in log lines.
+        files: The files that it is made from.
+        make: Makes the value. It gets the value so far, or None at first.
         clock: Monotonic seconds.
 
     Attributes:
@@ -72,7 +72,7 @@ class FromFiles(Generic[T]):
         self._warned: Stamp | None = None
 
     def _first(self) -> tuple[Stamp, T]:
-        """Make the first value; again if the files were replaced while they were read, since what was read may belong to two states."""
+        """Make the first value. Repeat this if the files were replaced meanwhile, since the contents may be of two different versions."""
         for _ in range(_REPLACED_MOST):
             stamp = _stamp(self._files)
             try:
@@ -86,13 +86,13 @@ class FromFiles(Generic[T]):
         return _stamp(self._files), self._make(None)
 
     def current(self) -> T:
-        """Return the value; look at the files first, unless that was done a moment ago."""
+        """Return the value. Check the files first, unless that was done less than `LOOK_S` ago."""
         if self._clock() - self._looked_s >= LOOK_S:
             self.look()
         return self._value
 
     def look(self) -> bool:
-        """Look at the files now, and return whether the value was made again."""
+        """Check the files now, and return whether the value was made again."""
         self._looked_s = self._clock()
         stamp = _stamp(self._files)
         if stamp == self._stamp:
@@ -112,7 +112,7 @@ class FromFiles(Generic[T]):
                 )
             self._broken = stamp
             return False
-        if _stamp(self._files) != stamp:  # written meanwhile: what was read may belong to two states
+        if _stamp(self._files) != stamp:  # replaced meanwhile: the contents may be of two versions
             return False
         self._stamp, self._value = stamp, value
         self._restored()

@@ -1,4 +1,4 @@
-"""The port of the Prometheus metrics: HTTP or HTTPS in a thread, for the principals that the other ports know."""
+"""The port of the Prometheus metrics: HTTP or HTTPS in a thread, for the same principals as the other ports."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = structlog.get_logger(__name__)
 
 
 CERTIFICATE = "sluice.certificate"
-"""Key of the names in the client's certificate, in the environment of a request."""
+"""Key in a request's environment for the names in the client's certificate."""
 
 
 class _Server(ThreadingWSGIServer):
-    """One thread a connection: a client that reads slowly stops nobody else, as long as there are few."""
+    """Serves each connection in a thread of its own, so that a few clients that read slowly do not block the others."""
 
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - as in the base class
         super().__init__(*args, **options)
@@ -57,7 +57,7 @@ class _Server(ThreadingWSGIServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
-        """Write nothing of clients that leave, send no HTTP or no handshake, or are slow."""
+        """Log nothing about clients that leave, do not send HTTP or a handshake, or are slow."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -67,7 +67,7 @@ class _Server6(_Server):
 
 
 class _Quiet(WSGIRequestHandler):
-    """Reads one head, of a bounded size and within a bounded time, and writes no line for each request."""
+    """Reads the head of a request, with limits of size and time. Does not log requests."""
 
     timeout = HEAD_S
 
@@ -92,7 +92,7 @@ class _Quiet(WSGIRequestHandler):
         return bytes(head)
 
     def get_environ(self) -> dict[str, Any]:
-        """Return what an application gets, with the names of the client's certificate."""
+        """Return the environment of a request, with the names in the client's certificate."""
         shown = self.connection.getpeercert() if isinstance(self.connection, ssl.SSLSocket) else None
         return {**super().get_environ(), CERTIFICATE: certificate_names(shown or {})}
 
@@ -106,8 +106,8 @@ def start_metrics_server(port: int, host: str, security: SecurityConfig) -> WSGI
     Args:
         port: TCP port; 0 picks a free one.
         host: Address to bind.
-        security: Any principal may read the metrics, by its token or certificate; without principals everyone may. With a certificate, by
-            TLS.
+        security: Any principal may read the metrics, with its token or certificate; without principals everyone may. TLS is used if it
+            has a certificate.
 
     Raises:
         OSError: if the address cannot be bound.
@@ -129,7 +129,7 @@ def start_metrics_server(port: int, host: str, security: SecurityConfig) -> WSGI
     server = make_server(host, port, guarded, kind, handler_class=_Quiet)
     scheme = "http"
     if context is not None:
-        # The handshake is left to the thread of the connection.
+        # The thread of the connection does the handshake.
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         scheme = "https"
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Messages of a stream that are larger than a message of the contracts: they travel in parts, and are joined at the other side."""
+"""Messages of a stream that exceed the contracts' message size: they are sent in parts and joined at the other side."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sluice.rpc.errors import SluiceError
 from sluice.v1 import session_pb2
 
 PART_BYTES = 1 << 20
-"""Most bytes of a part: other calls of the stream get through between two of them."""
+"""Most bytes of a part. Messages of other calls of the stream are sent between two parts."""
 
 _DIGEST_BYTES = 16
 
 _RETRY_AFTER_S = 0.5
-"""Seconds after which a large message may come again for which there was no room: others arrive within seconds."""
+"""Seconds after which to retry a large message for which there was no room. The messages before it arrive within seconds."""
 
 
 def split(whole: bytes) -> Iterator[session_pb2.MessagePart]:
@@ -31,7 +31,7 @@ def split(whole: bytes) -> Iterator[session_pb2.MessagePart]:
 
 @dataclass
 class _Message:
-    """A message as far as it has come."""
+    """A message that has arrived in part."""
 
     total_bytes: int
     digest: bytes
@@ -39,10 +39,10 @@ class _Message:
 
 
 class PartialMessages:
-    """Joins the messages of one stream, so many bytes at a time.
+    """Joins the messages of one stream, within a limit of memory.
 
     Args:
-        most_bytes: Most bytes of all messages that are held. What a message announces counts until `forget`.
+        most_bytes: Most bytes of all messages that are held. The announced size of a message counts until `forget`.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -51,24 +51,24 @@ class PartialMessages:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes that the messages here have, or will have."""
+        """Return the sum of the announced sizes of the messages held."""
         return sum(each.total_bytes for each in self._messages.values())
 
     def arrived(self, call: int) -> int:
-        """Return how many bytes have come of the message of a call."""
+        """Return how many bytes of a call's message have arrived."""
         found = self._messages.get(call)
         return 0 if found is None else len(found.content)
 
     def forget(self, call: int) -> None:
-        """Drop the message of a call, of which more parts may come; there may be none."""
+        """Drop the message of a call, if there is one. Further parts of the message may still arrive."""
         self._messages.pop(call, None)
 
     def add(self, call: int, part: session_pb2.MessagePart) -> bytes | None:
-        """Take the next part of a call's message; return the whole with its last part. Parts of a message that was dropped are ignored.
+        """Take the next part of a call's message, and return the whole message after its last part. Ignore parts of a dropped message.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT (malformed), DATA_LOSS (the digest differs), RESOURCE_EXHAUSTED (no room beside others). Nothing
-                is kept of the message then.
+            SluiceError: INVALID_ARGUMENT (malformed), DATA_LOSS (the digest differs), RESOURCE_EXHAUSTED (no room besides other messages).
+                The message is then dropped.
         """
         if part.total_bytes:
             self._begin(call, part)

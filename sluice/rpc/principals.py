@@ -132,7 +132,7 @@ class Principal:
         name: Its name in logs.
         role: What it may call.
         quota: How much it may ask.
-        listed: Whether a principals file has it. If not, services may share its token.
+        listed: Whether it comes from a principals file. If not, services may share its token.
     """
 
     name: str
@@ -146,7 +146,7 @@ ANYONE = Principal("anyone", "admin", Quota())
 
 
 def digest_of(token: str | bytes) -> str:
-    """Return what a principals file holds of a token. Tokens have 256 random bits, so a plain hash cannot be inverted."""
+    """Return the digest of a token, as in a principals file. Tokens have 256 random bits, so a plain hash cannot be inverted."""
     return hashlib.sha256(token.encode() if isinstance(token, str) else token).hexdigest()
 
 
@@ -158,7 +158,7 @@ def parse_principals(text: str, source: str) -> list[Entry]:
         source: Its name in errors.
 
     Raises:
-        ConfigError: if it does not have the format; no value of the file is repeated, since one may be a token.
+        ConfigError: if it does not have the format. The message repeats no value of the file, since a value may be a token.
     """
     try:
         return _File.model_validate(tomllib.loads(text)).principal
@@ -216,10 +216,10 @@ class Principals:
 
     Args:
         entries: The tables of a principals file.
-        shared: Those whose tokens are in files that callers read as well.
+        shared: Entries whose tokens are in files that callers read, too.
 
     Attributes:
-        expire: Whether any of them does.
+        expire: Whether any of them expires.
         know_certificates: Whether any of them is known by a certificate.
     """
 
@@ -252,11 +252,11 @@ class Principals:
 
         Args:
             security: The settings.
-            before: The principals so far. A token of theirs that was in a token file is admitted for `OVERLAP_S` more, since callers
-                read the same file a moment later than this server.
+            before: The principals so far. If a token file of theirs has changed, its old token is admitted for `OVERLAP_S` more, since
+                callers may read the file a moment later than this server.
 
         Raises:
-            ConfigError: if a file cannot be used, or if the settings leave a call that nobody could make.
+            ConfigError: if a file cannot be used, or if with these settings there is a call that nobody could make.
         """
         if security.principals_file is not None:
             entries, shared = read_principals(security.principals_file), []
@@ -275,9 +275,9 @@ class Principals:
         return principals
 
     def identify(self, authorization: str | bytes | None, certificate: Collection[str], now: datetime) -> Principal:
-        """Return who makes a call.
+        """Return the principal that makes a call.
 
-        A token that is sent must be right: a call with a wrong one is not identified by its certificate instead.
+        A call with a wrong token is refused: it is not identified by its certificate instead.
 
         Args:
             authorization: The call's `authorization` metadata or header.
@@ -319,7 +319,7 @@ class Principals:
         match = _BEARER.fullmatch(given)
         if match is None:
             return None
-        # The table is looked up by a digest, whose bits a caller cannot choose: the time of the look-up reveals nothing.
+        # The table is looked up by a digest, whose bits a caller cannot choose. So the time of the look-up reveals nothing.
         digest = digest_of(match[1])
         entry = self._by_digest.get(digest)
         if entry is None or entry.token_sha256 is None or not hmac.compare_digest(entry.token_sha256, digest):
@@ -338,7 +338,7 @@ def files_of(security: SecurityConfig) -> list[Path]:
 
 
 def _of_token_files(security: SecurityConfig) -> list[Entry]:
-    """Return the principals `agent` and `admin`, of whom the later one wins where both files hold one token.
+    """Return the principals `agent` and `admin`. If both files hold the same token, it belongs to `admin`.
 
     Raises:
         ConfigError: if a file cannot be used, or there is no admin.
@@ -360,7 +360,7 @@ def _dispatcher(entries: list[Entry], security: SecurityConfig) -> list[Entry]:
     """Return the principal `dispatcher`, if its token file is set and no entry has that token.
 
     Raises:
-        ConfigError: if the token is that of a principal with another role, or another principal has the name.
+        ConfigError: if the token belongs to a principal with another role, or another principal has the name.
     """
     path = security.dispatcher_token_file
     if path is None:
@@ -383,7 +383,7 @@ def _dispatcher(entries: list[Entry], security: SecurityConfig) -> list[Entry]:
 
 
 def _leaving(shared: list[Entry], before: Principals | None) -> list[Entry]:
-    """Return the tokens that were in a token file until now, which expire soon."""
+    """Return the entries of tokens that were in a token file until now. They expire soon."""
     if before is None:
         return []
     now = now_utc()
@@ -407,10 +407,10 @@ def new_token() -> str:
 
 
 def add_token(path: Path, name: str, role: Role, expires: datetime | None = None) -> str:
-    """Make a token for a new principal and append its digest to a principals file, which is begun if there is none.
+    """Make a token for a new principal and append its digest to a principals file. The file is created if there is none.
 
     Returns:
-        The token. It is written nowhere.
+        The token. It is not written to any file.
 
     Raises:
         ConfigError: if the file cannot be changed, is a symbolic link, or has a principal of that name.
@@ -441,10 +441,10 @@ def replace_private(path: Path, content: bytes) -> None:
 
 
 def replace_files(contents: Mapping[Path, tuple[bytes, int]]) -> None:
-    """Write files of one folder with their modes, each in one step, and all within a moment.
+    """Write files of one folder with their modes: first all to temporary files, then rename each.
 
     Raises:
-        OSError: if one cannot be written; then none is replaced, unless the disk fails between two renames.
+        OSError: if a file cannot be written. Then none is replaced, unless the disk fails between two renames.
     """
     written: dict[Path, Path] = {}
     try:
@@ -472,7 +472,7 @@ def replace_files(contents: Mapping[Path, tuple[bytes, int]]) -> None:
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Keep out others that change files of this folder, so that no change is lost."""
+    """Lock this folder against other processes that change its files, so that no change is lost."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

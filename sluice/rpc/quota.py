@@ -1,4 +1,4 @@
-"""What one principal uses of a server: a token bucket for its calls per second, and its calls in progress. Pure."""
+"""How much one principal uses a server: a token bucket for its calls per second, and its calls in progress. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Usage:
                 _BUSY_RETRY_S,
             )
         if self._rate is not None:
-            # A clock that stands still or goes back gives nothing and takes nothing.
+            # If the clock stands still or goes back, the bucket does not change.
             self._left = min(self._burst, self._left + max(0.0, now - self._then) * self._rate)
             self._then = max(self._then, now)
             if self._left < 1:

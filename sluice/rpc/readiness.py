@@ -70,15 +70,15 @@ class Readiness:
 
 
 class Later(Generic[Servicer]):
-    """Stands for a servicer whose service still starts: its port is open, and its calls are answered UNAVAILABLE until it is built.
+    """Stands in for a servicer while its service starts: the port is open, and calls are answered UNAVAILABLE until it is built.
 
     Args:
-        kind: Its class; what that implements is what the server says of its methods.
-        why: What the service does meanwhile and what to do, for callers.
-        retry_s: Seconds after which a caller may ask again.
+        kind: Class of the servicer. The server reports the methods that this class implements.
+        why: Text for callers: what the service does meanwhile, and what to do.
+        retry_s: Seconds after which a caller may retry.
 
     Attributes:
-        registered: What to register at the server in its place.
+        registered: The object to register at the server in place of the servicer.
         servicer: The servicer; None until it is built. Calls reach it from then on.
     """
 
@@ -88,7 +88,7 @@ class Later(Generic[Servicer]):
         methods = {
             name: self._method(name) for name, value in vars(kind).items() if name[0].isupper() and callable(value)
         }
-        # Its bases bring the methods that it leaves out.
+        # The base classes have the methods that `kind` does not implement.
         self.registered: Any = type(kind.__name__, kind.__bases__, methods)()
 
     def _method(self, name: str) -> Callable[..., Any]:

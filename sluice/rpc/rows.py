@@ -1,4 +1,4 @@
-"""Rows of equal answers, such as those to agents that poll for work: the log has the beginning and the end of a row, not each call."""
+"""Rows of equal answers, such as answers to agents that poll for work. The log shows the beginning and the end of a row, not each call."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 import structlog
 
 QUIET_S = 60.0
-"""Seconds without such an answer after which a row has ended."""
+"""A row has ended after this many seconds without another such answer."""
 
 log = structlog.get_logger(__name__)
 
 
 class Rows:
-    """Tells the first of equal answers from the rest of their row.
+    """Distinguishes the first of equal answers from the rest of their row.
 
-    There are as many rows as different answers, so that their names may not be made up by clients.
+    There is one row per distinct answer. So the texts of answers must not come from clients, which could make up any number.
 
     Args:
         clock: Monotonic seconds.
@@ -25,7 +25,7 @@ class Rows:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rows: dict[tuple[str, str], list[float]] = {}
-        """Of each answer: when the row began, when the last one came, and how many there were."""
+        """For each answer: when its row began, when the last answer came, and how many answers there were."""
         self._look_at = 0.0
 
     def begins(self, call: str, outcome: str) -> bool:
@@ -37,7 +37,7 @@ class Rows:
         return row[2] == 1
 
     def end_quiet(self) -> None:
-        """Write how many answers there were in the rows that have ended, and forget them. Call it often: it takes no time."""
+        """Log the number of answers in each row that has ended, and forget these rows. It is cheap: call it often."""
         now = self._clock()
         if now < self._look_at:
             return
@@ -50,4 +50,4 @@ class Rows:
 
 
 ROWS = Rows()
-"""Those of this process."""
+"""The rows of this process."""

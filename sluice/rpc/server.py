@@ -60,14 +60,14 @@ Servicer: TypeAlias = Any
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *TRANSPORT_OPTIONS,
-    # Two servers on one port would each get half of the calls; without this the second one fails to start.
+    # With SO_REUSEPORT, two servers on one port would each get half of the calls. Without it, the second one fails to start.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.server_handshake_timeout_ms", int(HEAD_S * 1000)),
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 )
-"""What a server of ours tells gRPC. One without them ends the connections of our clients for their keepalive pings."""
+"""gRPC options of our servers. A server without them would close the connections of our clients because of their keepalive pings."""
 
 RPC_TOTAL = Counter("sluice_rpc", "Calls answered, by status code.", ("service", "method", "code"))
 RPC_SECONDS = Histogram(
@@ -82,16 +82,16 @@ FLUSH_S = 0.5
 """Seconds after `finish` for the last responses to leave."""
 
 LAST_S = 1.0
-"""Seconds for `finish` after the time of the drain, to hand over what is left."""
+"""Seconds that `finish` gets after the time of the drain, to hand over the rest of the work."""
 
 LAST_CALLS_S = 3600.0
-"""Seconds for the calls in progress on a connection that is ended for its age: as long as the longest call of ours may take."""
+"""Seconds for the calls in progress on a connection that is closed for its age: as long as our longest call may take."""
 
 _NEVER_MS = 2**31 - 1
-"""Milliseconds that gRPC takes for no limit."""
+"""Milliseconds that gRPC treats as no limit."""
 
 RECHECK_S = 5.0
-"""Seconds between two looks whether the callers of watches and of calls that wait are still admitted."""
+"""Seconds between two checks whether the callers of watches and of waiting calls are still admitted."""
 
 WAITING_CALLS = frozenset(
     {
@@ -100,30 +100,30 @@ WAITING_CALLS = frozenset(
         "sluice.v1.SessionService/Exchange",
     }
 )
-"""Calls, idempotent ones, that wait for somebody else most of the time. A server ends them where it ends watches: when it drains, and
-when they are as old as a connection may become."""
+"""Idempotent calls that mostly wait for another process. A server ends them at the same times as watches: when it drains, and when they
+reach the maximum age of a connection."""
 
 _WAITS_TO_THE_END = "sluice.v1.TrainingService/WaitOperation"
-"""A call that waits, too, but for work of this server, which a drain lets end."""
+"""A call that waits, too, but for work of this server. A drain lets that work end."""
 
 _MOST_PROBES = 64
-"""Health checks in progress at the port of probes, watches included: everybody may call it."""
+"""Most health checks in progress at the port of probes, watches included. They are limited because anybody may call this port."""
 
 _LOOK_S = 0.1
-"""Seconds between two looks at what is left of a drain."""
+"""Seconds between two checks of what a drain still waits for."""
 
 _SAY_S = 10.0
-"""Seconds between two lines of the log that say what is left of a drain."""
+"""Seconds between two log lines about what a drain still waits for."""
 
 _READY_LOOK_S = 1.0
-"""Seconds between two looks at what the service waits for, for those that watch its health."""
+"""Seconds between two checks of what the service waits for, to update watchers of its health."""
 
 NOT_STARTED = "its own start"
 DRAINING = "its end: it drains, and another one has to take its place"
-"""What a server waits for that does not serve yet, or no longer."""
+"""What a server waits for that does not serve yet, or that no longer serves."""
 
 _NO_WORK = frozenset({ADMIN_SERVICE, INFO_SERVICE})
-"""Services whose calls a drain does not wait for: they ask for it, and how far it is."""
+"""Services whose calls a drain does not wait for: these calls start the drain, and ask for its progress."""
 
 _REQUEST_ID_CHARACTERS = 128
 
@@ -137,10 +137,10 @@ Body: TypeAlias = Callable[[Message, Context], Awaitable[Message]]
 
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10_000
-"""Below it are ports that well-known programs listen on."""
+"""The lowest port to offer. Well-known programs listen on lower ones."""
 
 _TAKEN_AT_MOST = 1000
-"""Candidates that may be taken before the kernel chooses."""
+"""Number of candidates to try before the kernel chooses a port."""
 
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 
@@ -150,7 +150,7 @@ log = structlog.get_logger(__name__)
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
     """Return TCP ports of an address of this machine that were free a moment ago, all different.
 
-    They lie outside the range that the kernel takes ports of outgoing connections from: a service that is started again finds its
+    They lie outside the range from which the kernel takes the ports of outgoing connections. So a service that is restarted finds its
     port free.
     """
     lasting = _lasting_ports()
@@ -182,7 +182,7 @@ def is_free(port: int, host: str) -> bool:
 
 
 def _bind_problem(port: int, host: str) -> int:
-    """Return the error number with which the system refuses a TCP port; 0 if it does not, -1 if the error has none."""
+    """Return the error number with which the system refuses a TCP port; 0 if it accepts the port, -1 if the error has no number."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as each:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: closed connections do not count
         try:
@@ -193,7 +193,7 @@ def _bind_problem(port: int, host: str) -> int:
 
 
 def check_ports_free(service: str, config: ServerConfig) -> None:
-    """Refuse ports that another program has. Called before a service loads what takes long, since a server binds them after that.
+    """Refuse ports that another program uses. Call this before the service loads anything slow, since a server binds its ports after that.
 
     Raises:
         BindError: with the setting of the first such port.
@@ -227,7 +227,7 @@ def advertised_address(configured: str | None, target: str) -> str:
 
 
 class RpcServer:
-    """A gRPC server with what the contracts promise of every server.
+    """A gRPC server with the behaviour that the contracts require of every server.
 
     Args:
         name: The service's name in logs and in GetServerInfo.
@@ -237,13 +237,13 @@ class RpcServer:
         run: Name of the run served, not its resource name; empty where there are several.
         call_log: Where calls that change something are written; None writes them nowhere.
         clock: The time of a drain.
-        keeps_clients: Whether calls depend on earlier ones that only this server knows, so that a client must not reach another server
-            of the same name. Then its connections end at their age only if certificates or tokens are looked at again by that.
+        keeps_clients: Whether calls depend on earlier calls that only this server knows, so that a client must not reach another server
+            of the same name. Then connections are closed at their maximum age only if that makes certificates or tokens be checked again.
 
     Attributes:
-        drain: Whether the service leaves: then it takes nothing new.
+        drain: Whether the service drains; then it takes no new work.
         access: Decides about its calls; an HTTP port of the same service shares it.
-        call_log: Takes the calls that change something; shared too.
+        call_log: Receives the calls that change something; also shared.
         readiness: What the service waits for.
 
     Raises:
@@ -299,20 +299,20 @@ class RpcServer:
         self._unimplemented.update(_missing_methods(service_name, servicer))
 
     def count_left(self, count: Callable[[], Mapping[str, int]]) -> None:
-        """Say what a drain waits for, where that is more than the gRPC calls in progress.
+        """Set what a drain waits for, if that is more than the gRPC calls in progress.
 
         Args:
-            count: Returns how much is left, by its kind in the plural, such as ``{"episodes": 3}``. Takes no time.
+            count: Returns how much is left, by kind in the plural, such as ``{"episodes": 3}``. It must be fast.
         """
         self._count_left = count
 
     @property
     def drain_s(self) -> float:
-        """Return the seconds of a drain for which nobody names others."""
+        """Return the default duration of a drain in seconds."""
         return self._config.drain_s
 
     def begin_drain(self, grace_s: float) -> None:
-        """Drain and end, as a signal does, within so many seconds. Again: shorten the grace."""
+        """Drain and end within `grace_s` seconds, as after a signal. A further call can shorten the grace."""
         self.drain.begin(grace_s)
 
     def calls_left(self) -> Mapping[str, int]:
@@ -321,7 +321,7 @@ class RpcServer:
 
     @property
     def left(self) -> Mapping[str, int]:
-        """Return what a drain still has to wait for, by its kind."""
+        """Count, by kind, what a drain still has to wait for."""
         return {kind: count for kind, count in self._count_left().items() if count > 0}
 
     async def until_nothing_is_left(self) -> None:
@@ -384,7 +384,7 @@ class RpcServer:
         return port
 
     def _age_options(self) -> Iterator[tuple[str, int]]:
-        """Yield what makes gRPC end connections of some age, more or less by a tenth, after the calls in progress on them."""
+        """Yield the options with which gRPC closes connections at a maximum age, varied by a tenth, after the calls in progress on them."""
         if self._keeps_clients and self.access.open and self._security.tls_cert is None:
             return
         yield "grpc.max_connection_age_ms", min(round(self._security.connection_age_s * 1000), _NEVER_MS)
@@ -432,7 +432,7 @@ class RpcServer:
         for name in ("", *self._services):
             await self._health.set(name, status)
         await self._health.look()
-        # Answered as long as the process lives, also while a model loads: what a liveness probe asks for.
+        # SERVING as long as the process lives, even while a model loads. Liveness probes ask for this.
         await self._health.set(INFO_SERVICE, statuses.SERVING)
 
     async def serve_until_signal(
@@ -440,16 +440,16 @@ class RpcServer:
     ) -> float:
         """Serve until SIGTERM, SIGINT, `DrainServer` or `until`, then drain and stop; a second signal stops at once.
 
-        A drain reports NOT_SERVING, refuses new calls, and waits until nothing is left. Meanwhile it says how much that is.
+        A drain reports NOT_SERVING, refuses new calls, and waits until no work is left. Meanwhile it logs how much is left.
         The signal handlers stay installed afterwards, so that a further signal does not interrupt the clean-up of the service.
 
         Args:
             until: Ends the service as a signal does.
-            finish: Called first with the seconds that the drain may take, while the ports are still open, for a service that
-                still answers calls while it drains. Its time counts towards the drain.
+            finish: For a service that still answers calls while it drains: called first, while the ports are open, with the
+                seconds that the drain may take. Its time counts towards the drain.
 
         Returns:
-            Seconds of the drain that are left for the rest of the service; 0 after a second signal.
+            Seconds of the drain that remain for the rest of the service; 0 after a second signal.
         """
         loop = asyncio.get_running_loop()
         drain, signalled, again = self.drain, asyncio.Event(), asyncio.Event()
@@ -489,10 +489,10 @@ class RpcServer:
         return drain.left_s
 
     async def _stop_when_nothing_is_left(self, flush_s: float) -> None:
-        """Refuse new calls, wait for what is left within the drain, then stop.
+        """Refuse new calls, wait for the work in progress within the time of the drain, then stop.
 
         Args:
-            flush_s: Seconds that calls in progress get at least.
+            flush_s: Seconds that calls in progress get in any case.
         """
         stopping = asyncio.create_task(self.stop(max(self.drain.left_s, flush_s)))
         await self.until_nothing_is_left()
@@ -504,7 +504,7 @@ class RpcServer:
         await stopping
 
     async def _say_what_is_left(self) -> None:
-        """Log how much is left: at once, and later at intervals if there is less. Runs until cancelled."""
+        """Log how much is left: at once, then at intervals if that has changed. Run until cancelled."""
         said: Mapping[str, int] | None = None
         while True:
             left = self.left
@@ -514,7 +514,7 @@ class RpcServer:
             await self._clock.sleep(_SAY_S)
 
     async def stop(self, grace: float) -> None:
-        """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them.
+        """Report NOT_SERVING, refuse new calls, give calls in progress `grace` seconds, then cancel them.
 
         Without effect on a server that has stopped.
         """
@@ -539,23 +539,23 @@ class RpcServer:
 
 
 def some_age(oldest_s: float) -> float:
-    """Return an age, more or less by a tenth: not all clients of a fleet, which began together, may come back at once."""
+    """Vary an age by up to a tenth, so that the clients of a fleet, which began together, do not all come back at once."""
     return oldest_s * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
 
 
 def _connections_option(most: int) -> tuple[str, int]:
-    """Return what makes gRPC refuse further connections."""
+    """Return the gRPC option that limits the number of connections."""
     return "grpc.max_allowed_incoming_connections", most_open(most)
 
 
 async def serve_probes(
     server: ServerConfig, servicer: health_pb2_grpc.HealthServicer | None = None
 ) -> grpc.aio.Server | None:
-    """Serve health checks alone at `server.probe_port`; return the server, None if there is no such port.
+    """Serve only health checks at `server.probe_port`. Return the server; None if no such port is set.
 
     Args:
         server: Where to listen.
-        servicer: Answers them; None: a process that has no other port, and lives.
+        servicer: Answers the checks. None: always answer SERVING, for a process without another port.
 
     Raises:
         ConfigError: if the address cannot be bound.
@@ -584,7 +584,7 @@ async def serve_probes(
 
 
 class _Health(health.aio.HealthServicer):
-    """Answers health checks; about `READY_SERVICE` it answers what holds at that moment."""
+    """Answers health checks. For `READY_SERVICE` it determines the state at the moment of the check."""
 
     def __init__(self, readiness: Readiness) -> None:
         super().__init__()
@@ -599,13 +599,13 @@ class _Health(health.aio.HealthServicer):
         return await super().Check(request, context)
 
     async def look(self) -> None:
-        """Let watchers know whether the service waits."""
+        """Determine whether the service is ready, and tell watchers."""
         statuses = health_pb2.HealthCheckResponse
         waits = self._readiness.look()
         await self.set(READY_SERVICE, statuses.NOT_SERVING if waits else statuses.SERVING)
 
     async def look_forever(self) -> None:
-        """Look until cancelled, for watchers and for the log."""
+        """Call `look` at intervals until cancelled, for watchers and for the log."""
         while True:
             await asyncio.sleep(_READY_LOOK_S)
             await self.look()
@@ -631,7 +631,7 @@ class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
 
 
 class _ServerAdmin(common_pb2_grpc.ServerAdminServiceServicer):
-    """What operators may ask of every server."""
+    """The calls for operators that every server has."""
 
     def __init__(self, server: RpcServer) -> None:
         self._server = server
@@ -639,7 +639,7 @@ class _ServerAdmin(common_pb2_grpc.ServerAdminServiceServicer):
     async def DrainServer(  # noqa: N802
         self, request: common_pb2.DrainServerRequest, context: Context
     ) -> AsyncIterator[common_pb2.DrainServerResponse]:
-        """Drain the server, and say how much is left until nothing is."""
+        """Drain the server, and report how much is left until nothing is left."""
         del context
         grace_s = self._server.drain_s
         if request.HasField("grace"):
@@ -669,15 +669,15 @@ def _missing_methods(service_name: str, servicer: object) -> Iterator[str]:
 
 
 class _Places:
-    """The calls of one kind that are in progress, and how many may be.
+    """The calls of one kind that are in progress, and their limit.
 
     Args:
-        most: How many may be in progress.
+        most: The limit.
         what: The calls, for people.
         setting: The setting that says how many.
 
     Attributes:
-        taken: Calls in progress, those that are about to be refused included.
+        taken: Calls in progress, including calls that are about to be refused.
     """
 
     def __init__(self, most: int, what: str, setting: str) -> None:
@@ -685,10 +685,10 @@ class _Places:
         self.taken = 0
 
     def check(self) -> None:
-        """Refuse the call that took its place last if it is one too many.
+        """Refuse the newest call if it exceeds the limit.
 
         Raises:
-            SluiceError: RESOURCE_EXHAUSTED with the time after which a repeat may succeed.
+            SluiceError: RESOURCE_EXHAUSTED with the time after which a retry may succeed.
         """
         if self.taken > self._most:
             raise SluiceError.resource_exhausted(
@@ -700,7 +700,7 @@ class _Places:
 
 
 class _UnusableFiles(Collector):
-    """Counts what stays as it was read before because its files are broken now."""
+    """Counts the values that keep their previous content because their files are broken now."""
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         text = "Values made from files (principals, a token, a certificate) that are kept because the files are broken now."
@@ -716,14 +716,15 @@ REGISTRY.register(_UnusableFiles())
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of one server.
 
-    Calls that wait for others have places of their own, method by method: however many clients wait, those that work get through.
+    Calls that wait for others have a separate limit per method. So working calls get through however many clients wait.
 
     Args:
         access: Who may call.
-        max_concurrent_rpcs: Working calls in progress at once; as many again of those that need no principal, such as health checks.
-        max_waiting_rpcs: Calls of one method that wait for others, such as a watch, in progress at once.
+        max_concurrent_rpcs: Limit of working calls in progress. Calls that need no principal, such as health checks, have the same limit
+            of their own.
+        max_waiting_rpcs: Limit, per method, of calls in progress that wait for others, such as watches.
         unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
-        call_log: Takes the calls that change something.
+        call_log: Receives the calls that change something.
         watch_s: Seconds after which a watch is ended, so that its client connects again.
 
     Attributes:
@@ -770,16 +771,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         wrapped = self._wrapped.get(method)
         if wrapped is None:
             handler = await continuation(handler_call_details)
-            if handler is None:  # an unknown method: gRPC answers UNIMPLEMENTED, and nothing is remembered of its name
+            if handler is None:  # an unknown method: gRPC answers UNIMPLEMENTED, and its name is not stored
                 return None
             wrapped = self._wrapped[method] = self._wrap(method.lstrip("/"), handler)
         return wrapped
 
     def begin_watch(self, task: asyncio.Task[Any], admitted: Callable[[], bool]) -> None:
-        """Account for a call that waits for others, or until its client leaves. It is ended at its age, or if it is admitted no longer.
+        """Account for a call that waits for others, or until its client leaves. End it at its maximum age, or once its caller is revoked.
 
         Raises:
-            SluiceError: if that is so already: its caller was revoked while its request was on its way.
+            SluiceError: if the caller is revoked already, which may happen while the request is on its way.
         """
         if not admitted():
             raise _revoked()
@@ -791,7 +792,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         task.add_done_callback(lambda _: timer.cancel())
 
     def _end_revoked(self) -> None:
-        """End the watches whose callers would not be admitted any more; look again later if any watch is left."""
+        """End the watches whose callers would no longer be admitted. Check again later if any watch is left."""
         self._recheck = None
         state = self.access.state()
         if state is not self._admitted_under:
@@ -803,13 +804,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._recheck = asyncio.get_running_loop().call_later(RECHECK_S, self._end_revoked)
 
     def end_watches(self) -> None:
-        """End the calls that wait for others or until their client leaves, so that a drain waits for work only."""
+        """End the calls that wait for others or until their client leaves, so that a drain only waits for work."""
         message = "the server is shutting down; make the same call again, elsewhere if there is another server"
         for task in self._watches:
             self._end(task, SluiceError.unavailable("DRAINING", message))
 
     def why_ended(self, task: asyncio.Task[Any] | None) -> SluiceError | None:
-        """Return what the client of a watch is told that this server ended; None if it did not."""
+        """Return the error for the client of a watch that this server ended; None if it did not end it."""
         return None if task is None else self._ended.get(task)
 
     def _end(self, task: asyncio.Task[Any], why: SluiceError) -> None:
@@ -838,8 +839,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             streams=bool(handler.response_streaming),
             is_watch=is_watch,
         )
-        # gRPC reads the one message of a method without a stream before it calls the handler: an unknown caller could make it wait,
-        # and parse. So the server has streams only, and reads that message itself, once the caller is known.
+        # For a method without a request stream, gRPC reads and parses the message before it calls the handler. So an unknown caller could
+        # make the server wait and parse. Therefore all handlers take streams, and read that message themselves once the caller is known.
         make: Any = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
@@ -866,7 +867,7 @@ def _revoked() -> SluiceError:
 
 
 class MethodMetrics:
-    """What is counted and logged of the calls of one method."""
+    """Metrics and log lines about the calls of one method."""
 
     def __init__(self, service: str, name: str) -> None:
         self._service, self._name = service, name
@@ -879,7 +880,7 @@ class MethodMetrics:
         self._in_flight.inc()
 
     def end(self, code: grpc.StatusCode, seconds: float) -> None:
-        """Account for its end with this code after so many seconds."""
+        """Account for the end of a call with a code after `seconds`."""
         self._in_flight.dec()
         total = self._totals.get(code)
         if total is None:
@@ -891,23 +892,23 @@ class MethodMetrics:
         if code in _FAULTS:
             write = log.warning
         elif code is not grpc.StatusCode.OK and ROWS.begins(rpc, code.name):
-            write = log.info  # of those that follow, such as to agents that poll, only the number
+            write = log.info  # of further equal answers, such as to agents that poll, only the number is logged
         write("rpc", rpc=rpc, code=code.name, seconds=round(seconds, 6))
 
 
 def unexpected_failure(error: Exception, request_id: str) -> SluiceError:
-    """Return what a caller is told of an exception that no code foresaw; log that with its traceback."""
+    """Return the error that a client gets for an unexpected exception. The calling code has to log the exception with its traceback."""
     message = f"the server failed unexpectedly ({type(error).__name__}); its log has the traceback under request id {request_id}"
     return SluiceError(grpc.StatusCode.INTERNAL, "UNEXPECTED", message, metadata={"request_id": request_id})
 
 
 class _ObservedMethod:
-    """One method of one server, with its metrics at hand.
+    """One method of one server, with its metrics.
 
     Args:
-        calls: Those of the server.
-        service: Its service.
-        name: Its name.
+        calls: The interceptor of the server.
+        service: Name of the service.
+        name: Name of the method.
         body: Serves one call.
         takes_one: Whether the client sends one message.
         streams: Whether the server sends more than one.
@@ -940,7 +941,7 @@ class _ObservedMethod:
 
         Args:
             requests: Iterates over the messages of the client; not used if the method takes only one.
-            context: Of the call.
+            context: Context of the call.
         """
         started = time.perf_counter()
         task = asyncio.current_task()
@@ -983,7 +984,7 @@ class _ObservedMethod:
             if usage is not None:
                 usage.end()
             self._count(-1)
-            # A call that was refused before anyone knew whose it was must not push others out of the log.
+            # Do not log a call that was refused before its caller was identified: such calls could push others out of the log.
             known = known or code is grpc.StatusCode.PERMISSION_DENIED
             if self._call_log is not None and known and is_logged(self._rpc):
                 request = message if self._takes_one else None
@@ -1001,8 +1002,8 @@ class _ObservedMethod:
         self, context: Context, task: asyncio.Task[Any] | None, authorization: str | bytes | None
     ) -> None:
         if self._streams:
-            # gRPC sends these with the first message. A watch that was ended while that is on its way could not be told so: the
-            # abort would send them a second time, which gRPC refuses, and the client waited for ever.
+            # Otherwise gRPC sends the metadata with the first message. If the watch were ended while that is being sent, the abort would
+            # send the metadata a second time, which gRPC refuses, and the client would wait for ever.
             await context.send_initial_metadata(())
         if task is not None:
             access, roles = self._calls.access, self._roles
@@ -1050,7 +1051,7 @@ async def _abort(context: Context, error: SluiceError) -> None:
 
 
 def _parser(method: str, deserialize: Callable[[bytes], Message] | None) -> Callable[[bytes], Message] | None:
-    """Return what parses a request of a method. gRPC would answer malformed bytes with UNKNOWN, and log a traceback."""
+    """Return the parser for requests of a method. gRPC's own would answer malformed bytes with UNKNOWN, and log a traceback."""
     if deserialize is None:  # the handler takes bytes
         return None
 
@@ -1065,7 +1066,7 @@ def _parser(method: str, deserialize: Callable[[bytes], Message] | None) -> Call
 
 
 async def _only_message(context: Context, method: str) -> Message:
-    """Return the message of a call of a method that takes one."""
+    """Return the only message of a call whose method takes one message."""
     try:
         async with asyncio.timeout(REQUEST_S):
             message = await context.read()
@@ -1087,7 +1088,7 @@ def _unary(inner: Any) -> Body:  # noqa: ANN401 - a handler of any arity
 
 
 def _streaming(inner: Any) -> Body:  # noqa: ANN401 - a handler of any arity
-    """Run the loop that gRPC runs for an async generator, rather than a generator around it."""
+    """Serve a call with the loop that gRPC itself runs for an async generator, instead of wrapping the generator in another one."""
 
     async def body(request: Message, context: Context) -> None:
         responses = inner(request, context)

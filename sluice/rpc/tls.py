@@ -1,7 +1,7 @@
-"""Certificates of this process: read, checked, and put to use again when their files change.
+"""Certificates of this process: read and check them, and read them again when their files change.
 
-Servers show the newest certificate at each handshake, and check clients against the newest authorities. Connections that are open keep
-what they were opened with, so servers end them after `security.connection_age_s`. `sluice.rpc.channel` does the same for clients.
+Servers present the newest certificate at each handshake, and check clients against the newest authorities. An open connection keeps the
+certificates of its handshake, so servers end it after `security.connection_age_s`. `sluice.rpc.channel` does the same for clients.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def server_context(security: SecurityConfig, clients: ssl.VerifyMode) -> ssl.SSL
 
     Args:
         security: The certificate, and the authorities that clients are checked against.
-        clients: Whether clients need a certificate, if `security` has them checked at all.
+        clients: Whether clients need a certificate, provided that `security` demands checks of clients.
 
     Raises:
         ConfigError: as `pem_files`.
@@ -105,7 +105,7 @@ def certificate_names(certificate: Mapping[str, Any]) -> frozenset[str]:
 
 def _context(security: SecurityConfig, clients: ssl.VerifyMode) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    # A client that resumes a session shows no certificate, so that one which is refused now would be let in.
+    # A client that resumes a session presents no certificate. So one whose certificate is refused by now would be let in.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET
     _load_pair(context, security)
@@ -120,7 +120,7 @@ def _files(security: Security) -> list[Path]:
 
 
 def _read(security: Security) -> Pem:
-    """Read the files, and let OpenSSL check them, since gRPC takes anything and fails at each handshake.
+    """Read the files, and let OpenSSL check them, since gRPC accepts any content and then fails at each handshake.
 
     Raises:
         ConfigError: if a file cannot be read or is not PEM, or key and certificate do not belong together.
