@@ -37,13 +37,13 @@ PAUSE_MODES = {
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 MAX_WAIT_S = 60.0
-"""Most seconds that a status request waits for a version."""
+"""Maximum seconds that a status request waits for a version."""
 
 MAX_TTL_S = 3600.0
-"""Maximum time to live of a pause, in seconds: a forgotten one must not stop a run for ever."""
+"""Maximum time to live of a pause, in seconds. A forgotten pause must not stop a run for ever."""
 
 PAUSE_CHECK_S = 0.1
-"""Seconds between two checks whether a pause is over."""
+"""Seconds between two checks of whether a pause is over."""
 
 MAX_ABORTED = 16_384
 """Maximum number of request ids in one AbortRequests call."""
@@ -57,12 +57,12 @@ class PauseHeldError(Exception):
 
 @dataclass
 class Pauses:
-    """Who paused the replica, and until when: a pure state machine, whose caller passes the time.
+    """Who paused the replica, and until when. A pure state machine: the caller passes the time.
 
     There is at most one pause at a time, with an owner and a time to live.
 
     Attributes:
-        owner: Who paused; empty if nobody.
+        owner: Who paused; empty if nobody did.
         ends: When the pause ends by itself, on the caller's monotonic clock in seconds.
     """
 
@@ -70,7 +70,7 @@ class Pauses:
     ends: float = field(default=0.0, init=False)
 
     def begin(self, owner: str, ttl_s: float, now: float) -> None:
-        """Begin a pause, or extend that of the same owner.
+        """Begin a pause, or extend the pause of the same owner.
 
         Raises:
             PauseHeldError: if another owner holds a pause.
@@ -114,8 +114,8 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
     """Lets an operator control one replica.
 
     Args:
-        drain: Lets the replica leave.
-        drain_s: Seconds for the requests in progress if a drain names none.
+        drain: Makes the replica shut down.
+        drain_s: Seconds for the requests in progress, if a drain request does not say.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             self._restarts_seen = self._engine.restarts
 
     async def _resume_engine(self) -> None:
-        """Resume the engine if it is alive. One that was restarted samples anyway."""
+        """Resume the engine if it is alive. A restarted engine samples anyway."""
         try:
             await self._engine.current.resume()
         except EngineError as error:
             log.warning("the engine could not resume", error=str(error))
 
     async def _pause_again(self, owner: str) -> None:
-        """Pause the restarted engine: a pause lasts longer than the engine that it began on."""
+        """Pause the restarted engine, because a pause does not end when its engine dies."""
         try:
             await self._engine.ready.pause(PauseMode.KEEP)
         except (EngineError, SluiceError) as error:
@@ -222,7 +222,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         try:
             async with asyncio.timeout(ttl_s):
                 await engine.pause(mode)
-        except BaseException as error:  # also when the caller disconnects: the engine must not stay half paused
+        except BaseException as error:  # even if the caller disconnects, the engine must not stay half paused
             self._pauses.forget(request.owner)
             await asyncio.shield(asyncio.create_task(self._resume_engine()))
             if isinstance(error, TimeoutError):
@@ -278,7 +278,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         return pb.AbortRequestsResponse(aborted=sum(aborted))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Take no new requests and end when those in progress have ended or the grace is over."""
+        """Take no new requests. End when the requests in progress have ended, or the grace is over."""
         del context
         grace_s = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else self._drain_s
         if grace_s < 0:

@@ -38,13 +38,13 @@ CALL_S = 5.0
 """Deadline of one call in seconds."""
 
 LONGEST_PAUSE_S = 10.0
-"""Longest pause between two attempts to reach the orchestrator: one that was restarted finds its replicas soon."""
+"""Maximum seconds between two attempts to reach the orchestrator, so that a restarted orchestrator finds its replicas soon."""
 
 BEATS = 3
-"""Heartbeats within one lease: two may be lost."""
+"""Heartbeats within one lease, so that two may be lost."""
 
 LEAVE_S = 1.0
-"""Most seconds that a replica waits at its end until the orchestrator knows that it leaves."""
+"""Maximum seconds that a replica waits at its end until the orchestrator knows that it leaves."""
 
 log = structlog.get_logger()
 
@@ -52,13 +52,13 @@ log = structlog.get_logger()
 async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     """Serve one replica.
 
-    The port opens after the engine has started: on a CPU the engine's process is forked and would keep open sockets.
+    The port opens after the engine has started. On a CPU the engine's process is forked, and would keep inherited sockets open.
 
     Raises:
         ConfigError: if the engine can never serve the model with these settings.
         SluiceError: INTERNAL if the engine did not start.
     """
-    # Its address is checked before the engine takes its time to start.
+    # Check the address before the engine starts, which takes long.
     server = RpcServer(
         "rollout",
         config.server,
@@ -134,7 +134,7 @@ async def _serve(
     tasks = [asyncio.create_task(_and_end(duty, ended)) for duty in duties]
 
     async def finish(grace_s: float) -> None:
-        """Hand over while both ports still respond, then close the HTTP port."""
+        """Hand the requests over while both ports still respond, then close the HTTP port."""
         drain.begin(max(0.0, grace_s - HAND_OVER_S))
         await _hand_over(requests, announcer)
         if http is not None:
@@ -159,7 +159,7 @@ async def _serve(
 
 
 def _report_engine(server: RpcServer, drain: Drain, serving: bool) -> None:
-    """Report by the health service that the engine died, or serves again."""
+    """Report through the health service that the engine died, or serves again."""
     if serving:
         _freeze_what_is_loaded()
     why_not = DRAINING if drain.begun.is_set() else "its engine, which restarts"
@@ -167,9 +167,9 @@ def _report_engine(server: RpcServer, drain: Drain, serving: bool) -> None:
 
 
 def _freeze_what_is_loaded() -> None:
-    """Keep the garbage collector away from what torch, vLLM and the model consist of.
+    """Exclude the objects of torch, vLLM and the model from garbage collection.
 
-    A full collection would look at all of it: half a second in which the event loop stands still, a tenth of this process's time.
+    A full collection would visit all of them. That blocks the event loop for half a second, and takes a tenth of this process's time.
     """
     gc.collect()
     gc.freeze()
@@ -197,8 +197,8 @@ class Announcer:
         orchestrator: Address of the orchestrator.
         run: Name of the run.
         replica: Name of the replica.
-        address: Where the orchestrator reaches it.
-        clock: The time, for pauses.
+        address: Address at which the orchestrator reaches it.
+        clock: Time of pauses.
     """
 
     def __init__(
@@ -209,16 +209,16 @@ class Announcer:
         self._left = asyncio.Event()
 
     async def left(self) -> None:
-        """Wait until the orchestrator knows that the replica leaves, at most `LEAVE_S`: it would take its end for a failure.
+        """Wait until the orchestrator knows that the replica leaves, at most `LEAVE_S`. Otherwise it would take the replica's end for a failure.
 
-        Call this when the drain has begun, and end the replica after it.
+        Call this when the drain has begun, and end the replica afterwards.
         """
         with contextlib.suppress(TimeoutError):
             async with self._clock.timeout(LEAVE_S):
                 await self._left.wait()
 
     async def run(self, drain: Drain) -> None:
-        """Announce the replica until it drains, then say that it leaves."""
+        """Announce the replica until it drains, then report that it leaves."""
         try:
             await self._announce(drain)
         finally:
@@ -234,7 +234,7 @@ class Announcer:
                 try:
                     lease_s = await (self._renew(stub) if registered else self._register(stub))
                 except SluiceError as error:
-                    if registered and error.code is grpc.StatusCode.NOT_FOUND:  # it was restarted, or the lease ended
+                    if registered and error.code is grpc.StatusCode.NOT_FOUND:  # restarted, or the lease ended
                         registered = False
                         continue
                     if not backoff.failures:
@@ -252,8 +252,8 @@ class Announcer:
                 with contextlib.suppress(TimeoutError):
                     async with self._clock.timeout(pause_s):
                         await drain.begun.wait()
-            if asked:  # an answer may have been lost
-                with contextlib.suppress(SluiceError):  # it notices by itself, a little later
+            if asked:  # even if no answer came: it may have been lost
+                with contextlib.suppress(SluiceError):  # the orchestrator notices by itself, a little later
                     await self._renew(stub, leaving=True)
 
     async def _register(self, stub: orchestrator_pb2_grpc.OrchestratorServiceAsyncStub) -> float:
@@ -289,7 +289,7 @@ async def _announce(announcer: Announcer, drain: Drain, requests: RolloutService
 async def _drain_when_asked(
     drain: Drain, server: RpcServer, requests: RolloutServicer, announcer: Announcer | None
 ) -> None:
-    """Hand over when the admin asks for it. A signal meanwhile shortens the drain."""
+    """Hand the requests over when the admin asks for it. A signal meanwhile shortens the drain."""
     await drain.begun.wait()
     server.set_serving(False, DRAINING)
     await _hand_over(requests, announcer)

@@ -26,10 +26,10 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parall
 """Arguments of vLLM whose product is the number of processes of an engine."""
 
 WORK_BYTES = 2 * GIB
-"""What vLLM is assumed to take of a GPU beside weights and cache: activations of its largest batch, logits, CUDA graphs."""
+"""Assumed memory of vLLM on a GPU besides weights and cache: activations of its largest batch, logits, CUDA graphs."""
 
 _BYTES = {"float32": 4, "float": 4}
-"""Bytes of a weight by precision; 2 in all others."""
+"""Bytes of a weight by precision; 2 for all other precisions."""
 
 PARSER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
@@ -95,7 +95,7 @@ class LoraConfig(ServedAdaptersTable):
     )
 
     def limits(self, max_staleness: int) -> LoraLimits | None:
-        """Return what the engine must hold, None if adapters are off.
+        """Return how many adapters the engine must hold; None if adapters are off.
 
         Tokens may be `max_staleness` versions behind, and the newest version is loaded before the oldest is unloaded.
 
@@ -156,7 +156,7 @@ class RolloutConfig(RolloutTable):
         description="On an accelerator, write only the values of vLLM's weights that changed. Tested on a CPU only so far.",
     )
     stage_dir: Path = Field(
-        Path("/dev/shm"),  # noqa: S108 - shared memory is where the engine's processes find a staged version
+        Path("/dev/shm"),  # noqa: S108 - the engine's processes read a staged version from shared memory
         description="Directory in memory for staged versions, shared by the replicas of a host; needs room for two versions.",
     )
     local_files: bool = Field(
@@ -228,7 +228,7 @@ class RolloutConfig(RolloutTable):
         return given
 
     def processes(self) -> int:
-        """Return the processes of the engine: one for each device of a replica."""
+        """Return the number of processes of the engine: one for each device of a replica."""
         several = ENGINES[self.engine].several_devices
         return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES) if several else 1
 
@@ -242,11 +242,11 @@ class RolloutConfig(RolloutTable):
         return self.model_copy(update={"engine_args": {**self.engine_args, **fixed}, "threads": 1})
 
     def uses_devices(self) -> bool:
-        """Return whether the engine computes on GPUs where there are some."""
+        """Return whether the engine computes on GPUs if there are any."""
         return not ENGINES[self.engine].reads_device or self.device != "cpu"
 
     def footprint(self, run: CommonConfig, *, cuda: bool) -> Footprint | None:
-        """Estimate the memory of the weights, of the keys and values of one sample of the maximum length, and of what vLLM takes beside.
+        """Estimate the memory of the weights, of the keys and values of one sample of the maximum length, and of everything else in vLLM.
 
         None for a hub id, quantized weights, or a model without an estimate.
         """
@@ -267,7 +267,7 @@ class RolloutConfig(RolloutTable):
         )
 
     def longest_sample(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
-        """Return the most tokens of one sample that fit beside the weights, for vLLM on a GPU; see `Section.longest_sample`.
+        """Return the maximum number of tokens of one sample that fit beside the weights, for vLLM on a GPU; see `Section.longest_sample`.
 
         vLLM does not start if a sample of the maximum length does not fit.
         """
@@ -277,7 +277,7 @@ class RolloutConfig(RolloutTable):
         return tokens // STEP * STEP
 
     def cache_tokens(self, run: CommonConfig, *, cuda: bool, memory: int | None) -> int | None:
-        """Return the tokens whose keys and values fit beside the weights, for vLLM on a GPU; None if nobody knows."""
+        """Return the number of tokens whose keys and values fit beside the weights, for vLLM on a GPU; None if unknown."""
         held = self._weights_and_token(run)
         if not cuda or self.engine != "vllm" or memory is None or held is None:
             return None
@@ -286,12 +286,12 @@ class RolloutConfig(RolloutTable):
         return max(0, int(min(room, self.kv_cache_bytes or room) / token))
 
     def _beside(self, *, cuda: bool) -> int:
-        """Return the bytes of a GPU that the engine takes beside weights and cache."""
+        """Return the bytes of a GPU that the engine takes besides weights and cache."""
         return WORK_BYTES if cuda and self.engine == "vllm" else 0
 
     @property
     def _shards(self) -> int:
-        """Devices that divide the weights of a replica."""
+        """Number of devices that share the weights of a replica."""
         return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES[:2])
 
     @property
@@ -300,7 +300,7 @@ class RolloutConfig(RolloutTable):
         return self.engine_args.get("gpu_memory_utilization", USABLE) if self.engine == "vllm" else 1.0
 
     def _weights_and_token(self, run: CommonConfig) -> tuple[float, float] | None:
-        """Return the bytes on each device of the weights, and of the keys and values of one token; None as `footprint`."""
+        """Return the bytes on each device of the weights, and of the keys and values of one token; None in the same cases as `footprint`."""
         sizes, arguments = decoder_of(run.model), self.engine_args
         if sizes is None or arguments.get("quantization"):
             return None
@@ -308,7 +308,7 @@ class RolloutConfig(RolloutTable):
         return width * sizes.parameters / self._shards, width * 2 * sizes.layers * sizes.keys / self._shards
 
     def check_start(self, run: CommonConfig) -> None:
-        """Refuse settings that the replica would fail on while it starts; see `Section.check_start`."""
+        """Refuse settings with which the replica would fail at start; see `Section.check_start`."""
         check_model(run.model)
         check_chat_template(run.model, run.chat_template, run.chat_template_kwargs)
         engine = ENGINES[self.engine]

@@ -1,6 +1,6 @@
 """The HTTP port of a replica: OpenAI's endpoints, and two calls that change the weights.
 
-Requests become those of the contract. They pass the same checks and limits as gRPC requests, and get the same versions.
+Requests are translated to the contract's. They pass the same checks and limits as gRPC requests, and get the same versions.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
 MAX_REQUESTS = 4096
-"""Requests in progress; the replica's queue is a further bound on those that sample."""
+"""Maximum number of requests in progress. The replica's queue also limits those that sample."""
 
 CHANGES: Mapping[str, tuple[str, type[Message]]] = {
     "/update_weights": ("sluice.v1.RolloutAdminService/UpdateWeights", rollout_pb2.UpdateWeightsRequest),
     "/reload_weights": ("sluice.v1.RolloutAdminService/ReloadWeights", rollout_pb2.ReloadWeightsRequest),
 }
-"""Routes that change the weights, with the calls that they stand for and their requests."""
+"""Routes that change the weights, each with its gRPC call and the request message of that call."""
 
 
 BACKLOG = 64
-"""Maximum number of messages that wait for a slow client. Then tokens wait in the engine, where max_tokens is the bound."""
+"""Maximum number of messages that wait for a slow client. Beyond it, tokens wait in the engine, where max_tokens limits them."""
 
 Numbered: TypeAlias = tuple[int, rollout_pb2.GenerateStreamResponse]
 """A message of one of several streams, with the number of the stream."""
@@ -66,11 +66,11 @@ Reply: TypeAlias = chat.ChatReply | completions.CompletionReply
 
 
 class ReplicaDoor(Door):
-    """Says who calls. Who may not change the weights is in the log of calls, as over gRPC.
+    """Finds out who calls. Refused attempts to change the weights are logged, as over gRPC.
 
     Args:
         access: Who may call, shared with the gRPC port.
-        call_log: Takes the calls that change the weights.
+        call_log: Logs the calls that change the weights.
     """
 
     def __init__(self, access: Access, call_log: CallLog | None) -> None:
@@ -89,7 +89,7 @@ class ReplicaDoor(Door):
 
 
 class UpdateRequest(BaseModel, extra="forbid"):
-    """Body of `/update_weights`. Without a version the newest is taken."""
+    """Body of `/update_weights`. Without a version, the newest is fetched."""
 
     version: str | None = None
 
@@ -108,13 +108,13 @@ def create_app(
     """Build the app.
 
     Args:
-        servicer: Generates.
+        servicer: Samples.
         admin: Changes the weights.
         model_name: Name of the model in requests and answers.
         access: Who may call, shared with the gRPC port.
         host: Address that the server is bound to.
-        max_requests: Requests in progress at once.
-        call_log: Takes the calls that change the weights.
+        max_requests: Maximum number of requests in progress.
+        call_log: Logs the calls that change the weights.
         readiness: What the service waits for; None: nothing.
     """
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -168,7 +168,7 @@ async def _whole(servicer: RolloutServicer, requests: Sequence[rollout_pb2.Gener
 
 
 async def _stream(servicer: RolloutServicer, requests: Sequence[rollout_pb2.GenerateRequest], reply: Reply) -> Response:
-    """Begin a stream. An error before the first token still has its HTTP status."""
+    """Begin a stream. An error before the first token can still set the HTTP status."""
     messages = merged([servicer.stream(rollout_pb2.GenerateStreamRequest(request=each)) for each in requests])
     first: list[Numbered] = []
     async for message in messages:
@@ -203,7 +203,7 @@ async def merged(
             async with contextlib.aclosing(source):
                 async for message in source:
                     await queue.put((number, message))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the reader raises it
+        except Exception as error:  # noqa: BLE001 - passed on: the reader raises it
             await queue.put(error)
         else:
             await queue.put(None)
@@ -230,7 +230,7 @@ class Events:
 
     Args:
         reply: Writes the chunks.
-        request: What one of the streams samples for; they differ in their prompts.
+        request: The request of one of the streams. The requests of the streams differ only in their prompts.
     """
 
     def __init__(self, reply: Reply, request: rollout_pb2.GenerateRequest) -> None:
@@ -243,7 +243,7 @@ class Events:
     async def encode(
         self, first: Sequence[Numbered], rest: AsyncGenerator[Numbered, None]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events of a response. After the first one the HTTP status is sent, so that an error is an event, too."""
+        """Yield the encoded events of a response. The HTTP status is sent with the first event, so a later error becomes an event, too."""
         async with contextlib.aclosing(rest):
             try:
                 for number, message in first:

@@ -1,7 +1,7 @@
-"""A lower bound of the tokens that a text has, from its bytes alone: what is certainly too long is refused before it is tokenized.
+"""A lower bound for the number of tokens of a text, from its bytes alone, to refuse too long texts before they are tokenized.
 
-Each byte has a weight: one over the length of the longest token that has this byte. The weights of the bytes of any token add up to one
-at most, so those of a text add up to the number of its tokens at most.
+Each byte has a weight: one over the length of the longest token with this byte. The weights of the bytes of any token add up to at most
+one, so the weights of a text add up to at most the number of its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What some vocabularies write for a space."""
+"""Character that some vocabularies write for a space."""
 
 _EVERY_CHARACTER = r"[\s\S]"
 
@@ -27,10 +27,10 @@ _SINGLE = [bytes([byte]) for byte in range(256)]
 
 
 class LeastTokens:
-    """Returns how many tokens a text has at least. 0 if nothing is known of the tokenizer: then all must be tokenized.
+    """Returns the minimum number of tokens of a text. If the kind of tokenizer is unknown, returns 0, so that every text is tokenized.
 
-    Known are tokenizers that have a token for every byte, such as those of Qwen and Llama, and those with a token for every character.
-    Others may make one unknown token of a long text, or leave parts of it out.
+    Known kinds have a token for every byte, such as the tokenizers of Qwen and Llama, or a token for every character. Other tokenizers may
+    turn a long text into one unknown token, or leave parts of it out.
 
     Args:
         tokenizer: The tokenizer.
@@ -47,7 +47,7 @@ class LeastTokens:
             self._composes = "NFC" in [each["type"] for each in _steps(content["normalizer"], "normalizers")]
 
     def __call__(self, text: str) -> int:
-        """Return the bound."""
+        """Return the lower bound."""
         if self._weights is None or (self._composes and not unicodedata.is_normalized("NFC", text)):
             return 0
         data = (text.replace(SPACE, " ") if self._spaces else text).encode(errors="replace")
@@ -56,7 +56,7 @@ class LeastTokens:
 
 
 def _weights(content: Mapping[str, Any]) -> Float64[np.ndarray, 256] | None:
-    """Return the weight of each byte; None if a text may have fewer tokens than its bytes say."""
+    """Return the weight of each byte; None if a text may have fewer tokens than the weights add up to."""
     added, model = content["added_tokens"], content["model"]
     steps = _steps(content["pre_tokenizer"], "pretokenizers")
     takes_spaces = any(each["lstrip"] or each["rstrip"] for each in added)
@@ -76,7 +76,7 @@ def _weights(content: Mapping[str, Any]) -> Float64[np.ndarray, 256] | None:
 def _weights_of_characters(
     model: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], names: Iterable[str]
 ) -> Float64[np.ndarray, 256] | None:
-    """Return the weights where each character is a token, the unknown one included."""
+    """Return the weights for a tokenizer in which each character is one token, possibly the unknown token."""
     splits = len(steps) == 1 and steps[0].get("pattern") == {"Regex": _EVERY_CHARACTER}
     if not splits or model["unk_token"] not in model["vocab"]:
         return None
@@ -86,7 +86,7 @@ def _weights_of_characters(
 
 
 def _weights_of_bytes(vocabulary: Mapping[str, int], names: Iterable[str]) -> Float64[np.ndarray, 256] | None:
-    """Return the weights where tokens are runs of bytes."""
+    """Return the weights for a tokenizer whose tokens are runs of bytes."""
     alphabet = _byte_alphabet()
     if not alphabet.keys() <= vocabulary.keys():
         return None
@@ -98,7 +98,7 @@ def _weights_of_bytes(vocabulary: Mapping[str, int], names: Iterable[str]) -> Fl
 
 
 def _weights_with_fallback(vocabulary: Mapping[str, int], names: Iterable[str]) -> Float64[np.ndarray, 256] | None:
-    """Return the weights where tokens are runs of characters, or one byte of a character that no other token has."""
+    """Return the weights for a tokenizer whose tokens are runs of characters, or single bytes of characters that are in no other token."""
     if not vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}:
         return None
     return _shares([*_SINGLE, *(token.replace(SPACE, " ").encode() for token in [*vocabulary, *names])])
@@ -112,7 +112,7 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> list[Mapping[str, An
 
 
 def _removes(normalizer: Mapping[str, Any] | None, steps: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether a text may lose some of its bytes, or nobody knows."""
+    """Return whether a text may lose some of its bytes, as far as is known."""
     for each in _steps(normalizer, "normalizers"):
         to_space = each["type"] == "Replace" and (each["pattern"], each["content"]) == ({"String": " "}, SPACE)
         if each["type"] not in {"NFC", "Prepend"} and not to_space:
@@ -131,7 +131,7 @@ def _shares(tokens: Iterable[bytes]) -> Float64[np.ndarray, 256]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that vocabularies of bytes write for the 256 bytes, as GPT-2 did first."""
+    """Return the characters that byte-level vocabularies write for the 256 bytes, first used by GPT-2."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}

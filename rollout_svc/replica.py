@@ -1,6 +1,6 @@
-"""A replica's engine and the versions of its weights: the engine is restarted if it dies, and kept on the version that its policy asks for.
+"""A replica's engine and the versions of its weights: restarts the engine if it dies, and keeps it on the version that its policy asks for.
 
-The way of a version: the receiver stages it, `EngineSupervisor.apply` gives it to the engine, whose status says what serves.
+The receiver stages a version, `EngineSupervisor.apply` gives it to the engine, and the engine's status says which version serves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 CHECK_S = 0.25
-"""Seconds between two checks of the engine; reading its status is cheap."""
+"""Seconds between two checks of the engine. Reading its status is cheap."""
 
 BACKOFF_S = 1.0
 
@@ -50,12 +50,12 @@ _APPLY_STEPS = 3
 
 
 class EngineSupervisor:
-    """Restarts one engine whenever it dies. For the receiver of weights it is the engine (`weightsync.staged.Engine`).
+    """Restarts one engine whenever it dies. The receiver of weights uses it as its engine (`weightsync.staged.Engine`).
 
     Args:
         engine: A started engine.
         restarts: Maximum number of restarts in a row.
-        on_change: Called with True when the engine serves again, with False when it died.
+        on_change: Called with True when the engine serves again, and with False when it has died.
     """
 
     def __init__(self, engine: InferenceEngine, restarts: int, on_change: Callable[[bool], object]) -> None:
@@ -97,7 +97,7 @@ class EngineSupervisor:
         """Return the engine if it serves adapters and can take requests.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION if it serves none; UNAVAILABLE while it restarts.
+            SluiceError: FAILED_PRECONDITION if it serves no adapters; UNAVAILABLE while it restarts.
         """
         engine = self.ready
         if not isinstance(engine, LoraEngine) or engine.lora_limits is None:
@@ -107,7 +107,7 @@ class EngineSupervisor:
         return engine
 
     def held(self) -> HeldVersions | None:
-        """Return what the engine holds; None while it restarts and cannot say."""
+        """Return the versions that the engine holds; None while it restarts."""
         return None if self._recovering else self.current.held()
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
@@ -121,7 +121,7 @@ class EngineSupervisor:
             return await self._tell(self.ready.apply(staged))
 
     async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        """Let new requests run on an adapter.
+        """Use an adapter for new requests.
 
         Raises:
             VersionRefusedError: if it does not fit the model or the settings.
@@ -138,7 +138,7 @@ class EngineSupervisor:
             self._applied = asyncio.Event()
 
     async def until_serving(self, version: Version, most_s: float) -> None:
-        """Wait until the engine serves this version or a newer one, or so long."""
+        """Wait until the engine serves this version or a newer one, at most `most_s` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 while self.current.status().version < version:
@@ -147,13 +147,13 @@ class EngineSupervisor:
     # --- restarts -------------------------------------------------------------------------------------------------
 
     async def watch_forever(self, restart: Callable[[Callable[[], Awaitable[Version]]], Awaitable[Version]]) -> None:
-        """Check the engine regularly and restart it when it died.
+        """Check the engine regularly, and restart it when it has died.
 
         Args:
             restart: Runs the given restart while no version is being applied.
 
         Raises:
-            EngineError: if it died more often in a row than it may be restarted.
+            EngineError: if it died more often in a row than the maximum number of restarts.
         """
         while True:
             await asyncio.sleep(CHECK_S)
@@ -173,7 +173,7 @@ class EngineSupervisor:
             except EngineError as error:
                 log.error("engine did not restart", error=str(error))  # noqa: TRY400 - the message says it all
                 version = self.current.status().version
-                if self.current.held() is None:  # it may serve the base model if it could not load the version
+                if self.current.held() is None:  # it may serve the base model if the version failed to load
                     await asyncio.sleep(BACKOFF_S * self.failures)
                     continue
             self.restarts += 1
@@ -184,7 +184,7 @@ class EngineSupervisor:
 
 @contextmanager
 def _apply_errors(version: Version) -> Iterator[None]:
-    """Turn an engine's failure into the receiver's ApplyError."""
+    """Turn errors of an engine into the receiver's ApplyError."""
     try:
         yield
     except UnfitVersionError as error:
@@ -195,7 +195,7 @@ def _apply_errors(version: Version) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a comparison of the live weights with their files found: tensors that differ, and those that it could not look at."""
+    """Result of a comparison of the live weights with their files: tensors that differ, and tensors that could not be compared."""
 
     different: list[str]
     unchecked: tuple[UncheckedWeights, ...]
@@ -230,7 +230,7 @@ class ReplicaWeights:
         """Follow weight sync until cancelled. A replica that does not follow only waits.
 
         Raises:
-            FailedForGoodError: if the first version of the run does not fit the replica's model or settings: it could take none.
+            FailedForGoodError: if the first version of the run does not fit the replica's model or settings, so that no version would.
         """
         if self._receiver is None:
             await asyncio.Event().wait()
@@ -243,7 +243,7 @@ class ReplicaWeights:
                 ) from error
 
     async def close(self) -> None:
-        """Close the connection and remove what is staged."""
+        """Close the connection and remove staged files."""
         if self._receiver is not None:
             await self._receiver.close()
         if self._channel is not None:
@@ -290,7 +290,7 @@ class ReplicaWeights:
         """Compare the engine's live weights, or a fraction of their tensors, with the files of their version.
 
         Returns:
-            The version of the weights, and what the comparison found.
+            The version of the weights, and the result of the comparison.
 
         Raises:
             SluiceError: FAILED_PRECONDITION if the files are not on this host or the engine cannot compare them,
@@ -320,7 +320,7 @@ class ReplicaWeights:
         """Fetch an adapter version and give it a name for requests. Idempotent.
 
         Raises:
-            SluiceError: NOT_FOUND, or FAILED_PRECONDITION if it cannot be served beside the weights that are in.
+            SluiceError: NOT_FOUND, or FAILED_PRECONDITION if it cannot be served beside the present weights.
         """
         engine, deadlines = self._engine.lora, self._config.deadlines
         try:
@@ -335,7 +335,7 @@ class ReplicaWeights:
             raise SluiceError.failed_precondition("ADAPTER_REFUSED", str(error)) from error
 
     async def unload_adapter(self, name: str) -> None:
-        """Take a name away and end its requests. Idempotent.
+        """Remove the name of an adapter and end its requests. Idempotent.
 
         Raises:
             SluiceError: FAILED_PRECONDITION if this replica serves no adapters, UNAVAILABLE if the engine failed.
@@ -346,11 +346,11 @@ class ReplicaWeights:
             raise SluiceError.unavailable("ADAPTER_FAILED", f"{error}; its requests end with the engine") from error
 
     async def restart_engine(self, restart: Callable[[], Awaitable[Version]]) -> Version:
-        """Restart the engine while no version is applied."""
+        """Restart the engine while no version is being applied."""
         return await self._exclusively(restart)
 
     def waits_for(self) -> Iterator[str]:
-        """Yield what the replica lacks of the run's weights, if it follows them."""
+        """Yield why the replica waits for the run's weights, if it follows them."""
         if self._receiver is None:
             return
         status = self._receiver.status()

@@ -1,7 +1,7 @@
-"""What a model's reply says: its reasoning, its tool calls and the rest as content.
+"""Parses a model's reply into reasoning, tool calls, and the rest as content.
 
 Two formats are read here: `<think>...</think>`, and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which Qwen's and many
-other templates write. For other formats there are vLLM's parsers, where vLLM is the engine.
+other templates write. If vLLM is the engine, its parsers read other formats.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CALL_START, CALL_END, THINK_START, THINK_END = "<tool_call>", "</tool_call>", "<
 MARKERS = frozenset({CALL_START, CALL_END, THINK_START, THINK_END})
 
 MAX_CALLS = 256
-"""Maximum number of calls in one reply, malformed ones included; further ones stay in the content."""
+"""Maximum number of calls in one reply, including malformed ones. Further calls stay in the content."""
 
 MAX_BEFORE_REPLY = 16
-"""Number of tokens before a reply that may open its reasoning."""
+"""Number of last tokens of the prompt in which the reasoning may have been opened."""
 
 PROBE_QUESTION = "SLUICEquestionSENTINEL"
 PROBE_NAME, PROBE_ARGUMENTS = "look", {"where": "there"}
@@ -51,11 +51,11 @@ PROBE_TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-"""A call that a template is asked to write, to see which parser reads it back."""
+"""A call to have a template write, in order to see which parser reads it back."""
 
 
 LEAST_MARK = 4
-"""Minimum length of a word that a template writes before the name of a tool for it to show that a call begins."""
+"""Minimum length of a word before the name of a tool, in the text of a template, to count as the mark of a call."""
 
 _OBJECT = re.compile(r"\s*\{")
 _TAG = re.compile(r"<[^\s<>\"{}]{2,}>?|\[[A-Z_]{3,}\]")
@@ -105,9 +105,9 @@ class ReplyFormat:
     Attributes:
         tool_parser: Name of the parser of tool calls, or "none".
         reasoning_parser: Name of the parser of reasoning, or "none".
-        read_calls: That parser.
-        read_reasoning: That parser.
-        kept: Special tokens that stay in the text that is parsed. None: all.
+        read_calls: The parser of tool calls.
+        read_reasoning: The parser of reasoning.
+        kept: Special tokens that stay in the text to parse. None: all.
     """
 
     tool_parser: str = "none"
@@ -127,18 +127,18 @@ def reply_format(
 ) -> ReplyFormat:
     """Return how the replies of a model are read.
 
-    With "auto" the template writes a call, and the first parser that reads it back is taken; reasoning is read if the template
+    With "auto", have the template write a call, and use the first parser that reads it back. Read reasoning if the template
     mentions `<think>`.
 
     Args:
         tokenizer: The model's tokenizer, with its template.
         tool_parser: "auto", "none", "json" or the name of another parser.
         reasoning_parser: "auto", "none", "think" or the name of another parser.
-        parsers: Module with the parsers of the engine's library, beside the two of this one.
+        parsers: Module with the parsers of the engine's library, in addition to the two of this module.
         arguments: Arguments of the chat template.
 
     Raises:
-        ConfigError: for a name that is not known.
+        ConfigError: for an unknown name.
     """
     if tokenizer is None:
         return ReplyFormat()
@@ -182,16 +182,16 @@ def reply_format(
 
 
 def written_call(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> str | None:
-    """Return a turn with a call as the model's template writes it, and None if it writes none."""
+    """Return a turn with a call as the model's template writes it; None if it writes no call."""
     call = {"id": "call00001", "type": "function", "function": {"name": PROBE_NAME, "arguments": PROBE_ARGUMENTS}}
     written = _written_turn(tokenizer, {"role": "assistant", "content": "", "tool_calls": [call]}, arguments)
     return written if PROBE_NAME in written else None
 
 
 def call_marks(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
-    """Return what the model's template writes before the name of a tool, at most once for each call, and not in other turns.
+    """Return the marks that the model's template writes before the name of a tool, and not in turns without calls.
 
-    Tags, such as `<tool_call>` and `[TOOL_CALLS]`; without any, the last word that is not too short to mean something.
+    The marks are tags, such as `<tool_call>` and `[TOOL_CALLS]`; without tags, the last word of at least `LEAST_MARK` characters.
     """
     opening = (written_call(tokenizer) or "").partition(PROBE_NAME)[0]
     other = _written_turn(tokenizer, {"role": "assistant", "content": "Done."})
@@ -202,7 +202,7 @@ def call_marks(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
 def _written_turn(
     tokenizer: PreTrainedTokenizerBase, turn: dict[str, Any], arguments: Mapping[str, Any] | None = None
 ) -> str:
-    """Return a turn of the assistant as the model's template writes it; an empty text if it refuses."""
+    """Return a turn of the assistant as the model's template writes it; empty if the template refuses it."""
     question = {"role": "user", "content": PROBE_QUESTION}
     try:
         renderer = ChatRenderer(tokenizer, arguments)
@@ -227,8 +227,8 @@ def split_thinking(text: str, opened: bool) -> tuple[str, str]:
 def read_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> Said:
     """Return the calls between `<tool_call>` and `</tool_call>`, and the text outside of them.
 
-    The last call may lack its end, as when a stop string ended the reply. What is not a call stays in the content. Of a reply with
-    calls, white space around the calls and at the end is left out; a line feed separates the texts before and after a call.
+    The last call may lack its end, for example if a stop string ended the reply. Text that is not a call stays in the content. If there
+    are calls, white space around the calls and at the end is removed, and a line feed separates the texts before and after a call.
     """
     del tools
     reader = _JsonCalls()
@@ -242,11 +242,11 @@ class ReplyReader:
     The time for a part grows with the part's length only: of the earlier text, only an end that may begin a mark is searched again. The text
     after a malformed call is searched for further calls; that happens at most `MAX_CALLS` times in a reply.
 
-    What a parser of the engine's library reads is known at the end alone.
+    A parser of the engine's library gives its result only at the end.
 
     Args:
         how: How the model's replies are read.
-        tools: Returns the tools that were offered, for a parser of the engine's library. None: there were none, so that no calls are read.
+        tools: Returns the tools that were offered, for a parser of the engine's library. None: no tools were offered, so no calls are read.
         opened: Whether the prompt has opened the reasoning.
     """
 
@@ -262,7 +262,7 @@ class ReplyReader:
 
     @property
     def needs_parser(self) -> bool:
-        """Return whether a parser of the engine's library reads the end; it may take long."""
+        """Return whether a parser of the engine's library has to read the reply at its end, which may take long."""
         return self._read_reasoning is not None or self._read_calls is not None
 
     def after(self, new: str, *, last: bool) -> tuple[str, str]:
@@ -283,7 +283,7 @@ class ReplyReader:
         """Return the reasoning of the whole reply, and its content and calls. Call it after the last part.
 
         Raises:
-            Exception: whatever a parser of the engine's library raises.
+            Exception: any error of a parser of the engine's library.
         """
         reasoning, rest = self.unread()
         if self._calls is not None:
@@ -297,7 +297,7 @@ class ReplyReader:
         return reasoning, self._read_calls(rest, self._tools())
 
     def unread(self) -> tuple[str, str]:
-        """Return the reasoning that is certain, and the text that is left to a parser of the engine's library."""
+        """Return the reasoning that is certain, and the text that a parser of the engine's library would have to read."""
         return "".join(self._reasoning), "".join(self._unread)
 
 
@@ -315,7 +315,7 @@ class _Thinking:
         self._space: list[str] = []
         """White space before the reasoning."""
         self._feeds = 0
-        """Line feeds that end the reasoning, unless more of it follows."""
+        """Number of line feeds at the end of the reasoning so far. They are left out unless more reasoning follows."""
         self._is_begun = False
         self._strips_answer = False
 
@@ -347,7 +347,7 @@ class _Thinking:
         return reasoning, new
 
     def _reasoned(self, text: str) -> str:
-        """Return more of the reasoning, without the line feeds around the whole of it."""
+        """Return more of the reasoning. Leave out line feeds at the beginning and the end of the whole reasoning."""
         if not self._is_begun:
             text = text.lstrip("\n")
         body = text.rstrip("\n")
@@ -372,11 +372,11 @@ class _JsonCalls:
         self.calls: list[Call] = []
         self.malformed = 0
         self._mark = ""
-        """The end of the text, which may begin a call; or that of an open call, which may begin its end."""
+        """The end of the text so far, which may be the beginning of a start mark, or in an open call the beginning of its end mark."""
         self._open: list[str] | None = None
-        """The text of a call that has begun."""
+        """The text of a call that has begun; None outside of calls."""
         self._space: list[str] = []
-        """White space that ends the content, unless more of it follows."""
+        """White space at the end of the content so far. It is left out unless more content follows."""
         self._has_content = self._follows_call = False
 
     def after(self, new: str, *, last: bool) -> str:
@@ -410,7 +410,7 @@ class _JsonCalls:
             call = _json_call(text[at:end]) if _OBJECT.match(text, at, end) else None
             if call is None:
                 self.malformed += 1
-                content += self._outside(CALL_START)  # a further start may be inside
+                content += self._outside(CALL_START)  # another start mark may be inside
                 continue
             self.calls.append(call)
             self._space.clear()
@@ -425,7 +425,7 @@ class _JsonCalls:
         return "".join(content)
 
     def _outside(self, text: str) -> Sequence[str]:
-        """Return what more text outside of calls adds to the content."""
+        """Return the addition to the content from more text outside of calls."""
         if self._follows_call:
             text = text.lstrip()
         body = text.rstrip()
@@ -440,7 +440,7 @@ class _JsonCalls:
 
 
 def _json_call(text: str) -> Call | None:
-    """Return a call from its JSON object, with the text of its arguments; None if it is not one."""
+    """Return a call from its JSON object, with the text of its arguments; None if the text is not a call."""
     try:
         members = _members(text)
         name = _parsed(members.get("name", "null"))
@@ -458,7 +458,7 @@ def _members(text: str) -> dict[str, str]:
     """Return the text of each value of a JSON object.
 
     Raises:
-        ValueError: if it is not one.
+        ValueError: if the text is not a JSON object.
     """
     decoder = json.JSONDecoder()
     text = text.strip()

@@ -1,6 +1,6 @@
-"""Answers to repeated requests: what was answered under a request id is kept, and given again from the beginning.
+"""Answers to repeated requests: keep the answer of each request id, and send it again from the beginning.
 
-An answer is a list of messages: one for a unary call, all that have tokens for a stream.
+An answer is a list of messages: one message for a unary call, all messages with tokens for a stream.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class ResponseCache:
     ) -> AsyncGenerator[M, None]:
         """Yield the answer to a request: a kept answer, the answer of the same request in progress, or a new one.
 
-        Sampling is cancelled when no caller reads any more. A reader that stalls does not hold up the others.
+        When no caller reads any more, sampling is cancelled. A reader that stalls does not delay the others.
 
         Args:
-            method: The method; each has ids of its own.
+            method: The method. Each method has separate ids.
             request_id: The caller's id.
-            content: All that makes two requests the same.
-            make: Samples.
-            passing: Returns whether a message is not kept, but only given to those who wait for one.
+            content: The content by which requests are compared.
+            make: Returns a new answer.
+            passing: Returns whether to pass a message only to readers that are waiting now, and not to keep it.
 
         Raises:
-            SluiceError: ALREADY_EXISTS if the id was used for another request; whatever `make` raises.
+            SluiceError: ALREADY_EXISTS if the id was used for another request; errors of `make`.
         """
         key, digest = (method, request_id), xxhash.xxh3_128_digest(content)
         self._forget_old()
@@ -99,15 +99,15 @@ class ResponseCache:
 
 
 class Answer(Generic[M]):
-    """The messages of one request so far, which any number of readers get from the beginning.
+    """The messages of one request so far. Any number of readers get them, each from the beginning.
 
     Args:
         digest: Digest of the request.
-        source: Samples. It is read to its end, whether the readers keep up or not.
+        source: Yields the messages. It is read to its end, even if readers are slower.
         passing: See `ResponseCache.once`.
 
     Attributes:
-        messages: Those that are kept.
+        messages: The messages that are kept.
         readers: Number of calls that read it.
         task: Reads the source.
     """
@@ -124,11 +124,11 @@ class Answer(Generic[M]):
 
     @property
     def complete(self) -> bool:
-        """Return whether it ended, and not with an error."""
+        """Return whether it has ended without an error."""
         return self.task.done() and not self.task.cancelled() and self.task.exception() is None
 
     async def read(self) -> AsyncGenerator[M, None]:
-        """Yield all messages. Raise what ended the sampling."""
+        """Yield all messages. Raise the error that ended the sampling."""
         given, sign = 0, self._sign
         while True:
             if given < len(self.messages):

@@ -47,16 +47,16 @@ log = structlog.get_logger()
 MAX_COALESCE_S = 60.0
 
 _ANSWER_S, _MOST_ANSWERS, _MOST_ANSWER_BYTES = 300.0, 4096, 256 << 20
-"""Seconds that a response is kept for retries of its request_id, and the most responses and bytes of them; the oldest go first."""
+"""Seconds that a response is kept for retries of its request_id; maximum number of responses; their maximum bytes. The oldest go first."""
 
 RETRY_AFTER_S = 0.5
-"""When to retry after a full queue: a few engine steps."""
+"""Seconds after which to retry if the queue is full: a few engine steps."""
 
 HAND_OVER_S = 1.0
-"""Seconds for the requests that a drain ends to give their tokens to their callers."""
+"""Seconds in which requests that a drain ends can send their tokens to their callers."""
 
 ABORT_AGAIN_S = 0.05
-"""Seconds between two attempts to end them."""
+"""Seconds between two attempts to end these requests."""
 
 MAX_NAME = 128
 """Maximum length of a request id, run or adapter name."""
@@ -65,7 +65,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 
 MAX_STOP_LENGTH = 1024
-"""Maximum length of a stop string: so much text is searched after every token."""
+"""Maximum length of a stop string, since text of this length is searched after every token."""
 
 MAX_STOP_IDS = 1024
 MAX_BIASES = 4096
@@ -81,7 +81,7 @@ FINISH_REASONS = {
     FinishReason.VERSION_RETIRED: tokens_pb2.FINISH_REASON_VERSION_RETIRED,
     None: tokens_pb2.FINISH_REASON_UNSPECIFIED,
 }
-"""None stands for a sample that has not ended."""
+"""The key None stands for a sample that has not ended."""
 
 STAGES = {
     Stage.QUEUED: pb.REQUEST_STAGE_QUEUED,
@@ -93,12 +93,12 @@ STAGES = {
 
 @dataclass(slots=True)
 class _SampleText:
-    """What makes text of the tokens of one sample.
+    """Turns the tokens of one sample into text.
 
     Attributes:
-        text: Decodes them, if the text is asked for.
-        reply: Reads them, if the message is.
-        continued: Tokens before them that were not read yet.
+        text: Decodes the tokens, if the request asks for text.
+        reply: Parses the tokens, if the request asks for a message.
+        continued: Tokens before the sample that were not parsed yet.
     """
 
     text: TextStream | None
@@ -112,8 +112,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     Args:
         run: `runs/{run}` that this replica belongs to.
         request_s: Seconds for a request without a deadline.
-        drain: Whether the replica leaves.
-        clock: The time of `request_s`.
+        drain: Whether the replica is shutting down.
+        clock: Time of `request_s`.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return self._engine.current.info
 
     def serving_version(self) -> Version:
-        """Return the version that requests are sampled from now.
+        """Return the version from which requests are sampled now.
 
         Raises:
             SluiceError: UNAVAILABLE while the engine restarts, and when the replica is shutting down.
@@ -199,13 +199,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     filled.message.CopyFrom(await self._message(request, wanted, index, sample.token_ids))
         return response
 
-    # gRPC also takes a coroutine that writes the messages; the stubs know generators only.
+    # gRPC also accepts a coroutine that writes the messages; the stubs only know generators.
     async def GenerateStream(  # type: ignore[override]
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> None:
         """Sample and send tokens as they are sampled.
 
-        It writes the messages itself: its deadline also holds for a message that a stalled caller does not take.
+        Write the messages here instead of yielding them, so that the deadline also covers a message that a stalled caller does not accept.
         """
         try:
             async with (
@@ -232,7 +232,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 yield message
 
     def _messages(self, request: pb.GenerateStreamRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Return the messages of a new stream, or those of an earlier one with the same request id."""
+        """Return the messages of a new stream, or the messages of an earlier stream with the same request id."""
         pace, asked = _pace_of(request), request.request
         if not asked.request_id:
             return self._sampled(asked, pace)
@@ -270,7 +270,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise _translated(error) from error
 
     def _sample_text(self, request: pb.GenerateRequest, wanted: GenerationRequest) -> _SampleText:
-        """Return what makes text of a new sample's tokens, as far as it is asked for."""
+        """Return the decoder and the parser for a new sample's tokens that the request needs."""
         before = wanted.prompt_ids[: len(wanted.prompt_ids) - len(wanted.continued)]
         return _SampleText(
             self._tokenizer.text_stream(wanted.continued) if request.return_text else None,
@@ -281,7 +281,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _add(
         self, chunk: pb.StreamChunk, part: Sample, sample: _SampleText, request_id: str, copies: int
     ) -> None:
-        """Add the next tokens of a sample to a message, with the text that is known by them."""
+        """Add the next tokens of a sample to a message, with the text that they complete."""
         last = part.finish_reason is not None
         text, reasoning, content = "", "", ""
         if sample.text is not None:
@@ -298,7 +298,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _message(
         self, request: pb.GenerateRequest, wanted: GenerationRequest, index: int, token_ids: Sequence[int]
     ) -> tokens_pb2.ChatMessage:
-        """Return what a sample says, with the tokens that it continues."""
+        """Return the message of a sample, including the tokens that it continues."""
         before = wanted.prompt_ids[: len(wanted.prompt_ids) - len(wanted.continued)]
         name = f"{wanted.request_id}/{index}"
         return await self._tokenizer.message_of(request, name, before, [*wanted.continued, *token_ids])
@@ -372,14 +372,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 self._idle.set()
 
     async def finish(self) -> None:
-        """Wait until the requests in progress have ended or the drain is over; then end the rest with the tokens so far."""
+        """Wait until the requests in progress have ended or the drain is over. Then end the rest with their tokens so far."""
         await self._drain.until(self._idle)
         if not self.samples:
             return
         log.info("handing over what is left", samples=self.samples)
         with contextlib.suppress(TimeoutError):
             async with self._clock.timeout(HAND_OVER_S):
-                while self.samples:  # one that was admitted lately may not have reached the engine yet
+                while self.samples:  # a request that was just admitted may not have reached the engine yet
                     with contextlib.suppress(EngineError):  # a dead engine ends its requests itself
                         await asyncio.gather(*map(self._engine.current.abort, self.request_ids))
                     with contextlib.suppress(TimeoutError):
@@ -404,7 +404,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
         n, most = request.n if request.HasField("n") else 1, self._limits.max_queued
         if n > MAX_SAMPLES:
-            return 0  # `generation_request` refuses it, and names everything else that is wrong
+            return 0  # `generation_request` refuses it, and also reports all other faults
         if n > most:
             raise SluiceError.invalid_argument("n", f"at most {most} samples are queued here, {n} never fit")
         if self.samples + n > most:
@@ -538,7 +538,7 @@ def violations_of(request: pb.GenerateRequest, prompt_ids: list[int], info: Mode
 
 
 def _prompt_violations(field: str, prompt_ids: Sequence[int], info: ModelInfo) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the prompt, under the field that the caller set."""
+    """Yield each fault of the prompt, under the field that the caller set."""
     if not prompt_ids:
         yield field, "has no tokens"
         return
@@ -588,12 +588,12 @@ def _token_violations(wire: tokens_pb2.SamplingParams, info: ModelInfo) -> Itera
 
 
 def _greedy_copies(request: GenerationRequest) -> int:
-    """Return how often each sample of the engine is returned: greedy samples of one request are all the same, so it samples one."""
+    """Return how often to return each sample of the engine. Greedy samples of one request are all the same, so it samples only one."""
     return request.n if request.sampling.temperature == 0 else 1
 
 
 def _fill(message: pb.GeneratedSample, part: Sample, index: int, text: str) -> None:
-    """Fill the message for a whole sample, or for the next tokens of one. Fields are set in place: protobuf copies messages."""
+    """Fill the message for a whole sample, or for the next tokens of a sample. Fields are set in place, since protobuf copies messages."""
     message.index, message.text, message.stop_string = index, text, part.stop_string
     message.token_ids.extend(part.token_ids)
     message.logprobs.extend(part.logprobs)

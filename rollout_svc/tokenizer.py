@@ -40,35 +40,35 @@ RENDER_THREADS = 4
 """Threads that render and tokenize, so that a long prompt does not block the event loop."""
 
 LARGE_BYTES = 64 << 10
-"""A larger prompt may take a tenth of a second: it is large."""
+"""Bytes above which a prompt counts as large. It may take a tenth of a second."""
 
 LARGE_THREADS = RENDER_THREADS // 2
-"""Threads for large prompts at most, so that small ones find one soon."""
+"""Maximum number of threads for large prompts, so that small prompts soon find a free thread."""
 
 MAX_WAITING_BYTES = 256 << 20
-"""Bytes of the requests that wait for a thread or have one."""
+"""Maximum bytes of the requests that wait for a thread or have one."""
 
 RETRY_AFTER_S = 1.0
 
 RENDER_DEADLINE_S = 30.0
-"""Seconds to render and tokenize one prompt, and as many to wait for a thread. 4 MiB of text take about 2 s."""
+"""Seconds to render and tokenize one prompt. The wait for a thread may take the same time. 4 MiB of text take about 2 s."""
 
 MAX_HUNG_RENDERINGS = 32
-"""Renderings that may hang at a time, such as in a template that loops for ever; a thread cannot be ended."""
+"""Maximum number of renderings that hang, for example in a template that loops for ever. A thread cannot be ended."""
 
 PARSE_THREADS = 2
-"""Threads in which the parsers of vLLM read replies."""
+"""Number of threads in which vLLM's parsers read replies."""
 
 PARSE_DEADLINE_S = 5.0
 """Seconds to parse one reply; a parser needs less than a millisecond."""
 
 MAX_QUICK_TOKENS = 16_384
-"""Tokens of a reply that are read on the event loop before others get a turn; that takes about a millisecond."""
+"""Maximum number of tokens of a reply to read on the event loop before other tasks get a turn; that takes about a millisecond."""
 
 NO_IDS = frozenset[int]()
 
 MAX_PARTS = 16_384
-"""Maximum number of messages, parts, tool calls and tools of one conversation; each takes much more memory than bytes on the wire."""
+"""Maximum number of messages, parts, tool calls and tools of one conversation. Each takes much more memory than its bytes on the wire."""
 
 MAX_ARGUMENT_BYTES = 64 << 10
 """Maximum size of the template arguments of one conversation."""
@@ -77,16 +77,16 @@ MAX_TOOLS_BYTES = 1 << 20
 """Maximum size of the tools of one conversation."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes bytes to that are not a complete character."""
+"""Character to which a tokenizer decodes bytes that are not a complete character."""
 
 CONTEXT_TOKENS = 8
-"""Number of earlier tokens that are decoded with new ones. A UTF-8 character has at most 4 bytes, so that 8 tokens are enough."""
+"""Number of earlier tokens to decode together with new ones. A UTF-8 character has at most 4 bytes, so 8 tokens are enough."""
 
 Result = TypeVar("Result")
 
 
 async def load_tokenizer(run: CommonConfig) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a run's model, with the run's chat template. Return None if it has none: then prompts must be token ids.
+    """Load the tokenizer of a run's model, with the run's chat template. Return None if the model has no tokenizer: then prompts must be token ids.
 
     Raises:
         ConfigError: if its chat template is not valid Jinja, or does not read an argument of the run.
@@ -119,13 +119,13 @@ class Prompt:
 
 
 class ModelTokenizer:
-    """Renders prompts and decodes what was sampled.
+    """Renders prompts, and decodes and parses samples.
 
     Args:
         tokenizer: The model's tokenizer. None: prompts must be token ids.
         replies: How the model's replies are read. None: as its template writes them.
-        clock: The time of the deadlines.
-        arguments: Arguments of the chat template for requests that do not set them themselves.
+        clock: Time of the deadlines.
+        arguments: Arguments of the chat template, for requests that do not set them.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ModelTokenizer:
 
         Args:
             request: The request.
-            most: How many tokens fit; a prompt that certainly has more is refused before it is tokenized. None: any number.
+            most: Maximum number of tokens. A prompt that certainly has more is refused before it is tokenized. None: no limit.
 
         Raises:
             SluiceError: INVALID_ARGUMENT if there is no prompt, there are two, it is too long, or the template refuses it;
@@ -188,10 +188,10 @@ class ModelTokenizer:
                 raise SluiceError.invalid_argument("prompt", "set token_ids, text or conversation")
 
     async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
-        """Return the token ids of text or messages, appended to those that they continue.
+        """Return the token ids of text or messages, appended to the token ids that they continue.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT if the template refuses them or does not append.
+            SluiceError: INVALID_ARGUMENT if the template refuses the messages or does not append.
         """
         continued = list(request.continues.ids)
         match request.WhichOneof("input"):
@@ -215,7 +215,7 @@ class ModelTokenizer:
         generation_prompt: bool = True,
         most: int | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation, appended to those that it continues.
+        """Return the token ids of a conversation, appended to the token ids that it continues.
 
         Raises:
             SluiceError: INVALID_ARGUMENT if it is too large or certainly has more tokens than `most`, sets a template variable that it
@@ -232,7 +232,7 @@ class ModelTokenizer:
     def _continue(
         self, conversation: tokens_pb2.Conversation, continues: rollout_pb2.Continuation, most: int | None
     ) -> Prompt:
-        """Return the ids of a continuation with the rest of the conversation. Where that is not possible, render it whole.
+        """Return the ids of a continuation with the rest of the conversation. If that is impossible, render the whole conversation.
 
         Raises:
             SluiceError: as `render`.
@@ -270,29 +270,29 @@ class ModelTokenizer:
         return renderer, messages, tools
 
     def text_stream(self, continued: Sequence[int]) -> TextStream:
-        """Return a decoder for one sample whose tokens come in parts. Its text begins with that of the continued tokens."""
+        """Return a decoder for one sample whose tokens come in parts. Its text begins with the text of the continued tokens."""
         return TextStream(self.decode, self._special_ids, self._byte_ids, continued)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids without special tokens, or an empty one without a tokenizer."""
+        """Return the text of token ids without special tokens. Empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids with that of special tokens, or an empty one without a tokenizer."""
+        """Return the text of token ids, special tokens included. Empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, also of a special one; an empty one without a tokenizer."""
+        """Return the text of one token, which may be a special token. Empty without a tokenizer."""
         return self._token_text(token_id)
 
     async def message_of(
         self, request: rollout_pb2.GenerateRequest, name: str, prompt_ids: Sequence[int], ids: Sequence[int]
     ) -> tokens_pb2.ChatMessage:
-        """Return what a reply says. What cannot be parsed stays in the content.
+        """Return the message of a reply. Text that cannot be parsed stays in the content.
 
         Args:
             request: The request, with the tools that were offered.
@@ -322,7 +322,7 @@ class ModelTokenizer:
         )
 
     def message(self, name: str, reply: ReplyStream) -> tokens_pb2.ChatMessage:
-        """Return what a reply says, after its last part, and count its calls.
+        """Return the message of a reply after its last part, and count its calls.
 
         Args:
             name: Names the reply; ids of its calls are made from it.
@@ -346,14 +346,14 @@ class ModelTokenizer:
         return message
 
     async def _parsed(self, reader: ReplyReader) -> tuple[str, Said]:
-        """Return the reasoning of a whole reply, and its content and calls. What cannot be parsed is content."""
+        """Return the reasoning of a whole reply, and its content and calls. Text that cannot be parsed is content."""
         if not reader.needs_parser:
             return reader.read()
         try:
             return await self._parsing.run(reader.read)
         except (CallHungError, TooManyHungError) as error:
             log.warning("a reply was not parsed in time; all of it is content", problem=str(error))
-        except Exception as error:  # noqa: BLE001 - a parser of vLLM may fail in any way on what a model says
+        except Exception as error:  # noqa: BLE001 - a parser of vLLM may fail in any way on a model's output
             log.warning("a reply could not be parsed; all of it is content", problem=str(error)[:200])
         reasoning, text = reader.unread()
         for special in {self.token_text(id_) for id_ in self._special_ids} - {""}:
@@ -361,7 +361,7 @@ class ModelTokenizer:
         return reasoning, Said(text, malformed=1)
 
     def _opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a prompt ends within reasoning that it has just opened."""
+        """Return whether a prompt ends with reasoning that it has just opened."""
         if self._tokenizer is None:
             return False
         end = str(self._tokenizer.decode(list(prompt_ids[-MAX_BEFORE_REPLY:]), skip_special_tokens=False))
@@ -394,7 +394,7 @@ class ModelTokenizer:
                 )
             async with self._clock.timeout(2 * RENDER_DEADLINE_S), self._turns.turn(tenant, size):
                 return await self._threads.run(work)
-        except CallHungError as error:  # the prompt is at fault: another replica would take as long
+        except CallHungError as error:  # the prompt is at fault: another replica would hang, too
             raise SluiceError.invalid_argument(
                 field, f"was not turned into token ids within {RENDER_DEADLINE_S:.0f} s: send a shorter one"
             ) from error
@@ -438,7 +438,7 @@ class ModelTokenizer:
     def _build_renderer(self, arguments: str, most: int | None) -> ChatRenderer:
         """Return the renderer for the template arguments of a request, as JSON text, which take precedence over the replica's.
 
-        It refuses what certainly has more than `most` tokens.
+        The renderer refuses conversations that certainly have more than `most` tokens.
         """
         if self._tokenizer is None:
             raise SluiceError.invalid_argument("prompt", "the served model has no tokenizer: send token_ids")
@@ -447,7 +447,7 @@ class ModelTokenizer:
 
 
 def tenant_of(request: rollout_pb2.GenerateRequest | rollout_pb2.TokenizeRequest) -> str:
-    """Return with whom a request takes turns: an agent by its name, and whom those name that call for others."""
+    """Return the tenant under which a request takes turns: for an agent its own name; for other callers the tenant in the request, if it has one."""
     principal = caller()
     return principal.name if principal.role == "agent" or not request.tenant else request.tenant
 
@@ -470,15 +470,15 @@ def _template_errors() -> Iterator[None]:
 class TextStream:
     """Decodes one sample whose tokens come in parts. The parts of the text joined are the text of all tokens.
 
-    Only the new tokens and a few before them are decoded. The earlier ones are needed because the text of a token depends on
-    its position, such as whether it begins with a space. An incomplete character is held back.
+    Only the new tokens and a few before them are decoded. The earlier tokens are needed because the text of a token depends on
+    its position: for example, whether it begins with a space. An incomplete character is held back.
 
     Args:
         decode: Returns the text of token ids without special tokens.
         special_ids: Tokens that have no text.
-        byte_ids: Tokens that each stand for one byte. A tokenizer decodes a run of them together. If a byte is wrong, the
-            whole run becomes replacement characters; so the text of a run is only known at its end.
-        continued: Tokens before the first part; the text of the first part begins with theirs.
+        byte_ids: Tokens that each stand for one byte. A tokenizer decodes a run of such tokens together. If a byte is wrong, the
+        whole run becomes replacement characters, so the text of a run is only known at its end.
+        continued: Tokens before the first part. The text of the first part begins with their text.
     """
 
     def __init__(
@@ -514,19 +514,19 @@ class TextStream:
             start -= 1
         kept = self._ids[start:]
         text = self._decode(kept)
-        # Without any text, the next token would be decoded as the first of the sample.
+        # Without earlier text, the next token would be decoded as the first token of the sample.
         if text or len(self._ids) > 8 * CONTEXT_TOKENS:
             self._ids, self._given = kept, _settled(text)
 
 
 class ReplyStream:
-    """Reads one reply whose tokens come in parts. The parts of reasoning and content joined are those of the message.
+    """Reads one reply whose tokens come in parts. The joined parts of reasoning and content are the message's reasoning and content.
 
     Args:
         text: Decodes the tokens.
-        reader: Reads the text.
-        ending: Tokens that are not read at the end of the reply.
-        parse: Returns what a reader has read after the last part.
+        reader: Parses the text.
+        ending: Tokens to ignore at the end of the reply.
+        parse: Returns the result of the reader after the last part.
 
     Attributes:
         reasoning: The reasoning, after the last part.
@@ -572,7 +572,7 @@ class ReplyStream:
 
 
 def _settled(text: str) -> int:
-    """Return how many characters are final: all except an incomplete one at the end."""
+    """Return the number of final characters: all except an incomplete character at the end."""
     return len(text) - text.endswith(REPLACEMENT)
 
 

@@ -1,4 +1,4 @@
-"""Who is next where prompts of several tenants wait for threads: they take turns by the size of their prompts, not by arrival."""
+"""Order of the prompts of several tenants that wait for threads: tenants take turns by the size of their prompts, not by arrival."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Item = TypeVar("Item")
 class Rounds(Generic[Item]):
     """A queue with a line for each tenant: deficit round robin (Shreedhar and Varghese, 1996). Pure.
 
-    In each round a tenant may have `quantum` bytes more served, and what it may have and has no item for is lost with its line. So of two
-    tenants that both wait, neither gets more than a quantum and its largest item ahead of the other.
+    In each round a tenant's allowance grows by `quantum` bytes. When its line is empty, the rest of its allowance is lost. So if two tenants
+    both wait, neither gets further ahead of the other than by a quantum and its largest item.
 
     Args:
-        quantum: Bytes of a tenant in one round.
+        quantum: Bytes per tenant and round.
     """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._lines: OrderedDict[str, deque[tuple[int, Item]]] = OrderedDict()
-        """In the order of the round; the first line is being served."""
+        """Lines in the order of the round. The first line is being served."""
         self._left: dict[str, int] = {}
-        """Bytes that each tenant may still have; it gets more of them when its turn comes."""
+        """Allowance of each tenant: bytes that may still be served. It grows when the tenant's turn comes."""
         self._begun = False
-        """Whether the first line has had its quantum of this turn."""
+        """Whether the first line has got its quantum for this turn."""
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -58,11 +58,11 @@ class Rounds(Generic[Item]):
 
 
 class Turns:
-    """Places for work of several tenants. Large pieces of work may take some of the places, small ones all: they never wait for large ones.
+    """Places for work of several tenants. Large pieces of work may take only some of the places, so that small ones never wait for large ones.
 
     Args:
-        places: Pieces of work at a time.
-        large_places: Of these, how many may be large.
+        places: Maximum number of pieces of work at a time.
+        large_places: How many of these may be large.
         large: Size in bytes above which a piece is large.
     """
 
@@ -85,7 +85,7 @@ class Turns:
             await place
             yield
         finally:
-            if not place.cancelled():  # also if it was given just before its waiter was cancelled
+            if not place.cancelled():  # even if the place was given just before its waiter was cancelled
                 self._large_taken -= is_large
                 self._small_taken -= not is_large
                 self._give_places()

@@ -1,7 +1,7 @@
 """LoRA adapters: which ones can be served exactly, which ones an engine holds, and how it loads, selects and unloads them.
 
 Each loaded adapter has its own name and number, since the engine's caches are keyed by them. If an adapter were replaced under
-the same name, requests could read cache entries of the one before.
+the same name, requests could read cache entries of the previous adapter.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PLAIN = {
     "trainable_token_indices": None,
     "use_bdlora": None,
 }
-"""Features of PEFT that compute something other than ``x W + scale x A B``, with the value that switches each off."""
+"""Features of PEFT that compute something other than ``x W + scale x A B``. For each: the value that switches it off."""
 
 PLAIN_INITS = ("gaussian", "orthogonal", "eva")
 """Initialisations that leave the base weights unchanged. Others (PiSSA, OLoRA, ...) change them."""
 
 
 SPARE = 2
-"""Places that are kept for the policy: its version, and the next one, which is loaded before the first is unloaded."""
+"""Places that are kept for the policy: one for its version, and one for the next version, which is loaded before the first is unloaded."""
 
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ class AdapterInfo:
 
     Attributes:
         base: Version of the weights that it belongs to.
-        names: Its names for requests. A version that serves the policy needs none.
+        names: Its names for requests. A version that serves the policy needs no name.
         serves_policy: Whether requests that name no adapter use it.
     """
 
@@ -84,7 +84,7 @@ class Adapter:
     """One loaded adapter.
 
     Attributes:
-        number: Its id in the engine. Ids are never reused, so that no cache entry of another adapter is read for it.
+        number: Its id in the engine. Ids are never reused, so that it never reads cache entries of another adapter.
     """
 
     number: int
@@ -108,7 +108,7 @@ class AdapterSlots:
 
     Attributes:
         capacity: Maximum number of adapters, at least two.
-        current: The adapter of requests that name none; None for the weights alone.
+        current: The adapter for requests that name no adapter; None for the weights alone.
         loaded: All adapters, in the order in which they were loaded.
     """
 
@@ -142,7 +142,7 @@ class AdapterSlots:
         """Check that one more adapter can have a name.
 
         Raises:
-            AdaptersFullError: if it cannot.
+            AdaptersFullError: if no more adapters can have names.
         """
         if name not in self.named and len(self.named) >= self.capacity - SPARE:
             raise AdaptersFullError(
@@ -151,7 +151,7 @@ class AdapterSlots:
             )
 
     def leaving(self) -> list[Adapter]:
-        """Return the adapters to unload before one more is loaded: unused ones, and if there is still no room, the oldest in use."""
+        """Return the adapters to unload before one more is loaded: the unused ones and, if there is still no room, the oldest in use."""
         unwanted = [each for each in self.loaded if not self._wanted(each)]
         gone = [each for each in unwanted if not each.requests]
         in_use = [each for each in unwanted if each.requests]
@@ -183,7 +183,7 @@ def check_adapter(staged: StagedAdapter, shapes: Mapping[str, tuple[int, ...]], 
     """Check that an adapter can be served, with the same result in every engine.
 
     Raises:
-        UnfitVersionError: if it cannot, with what to change.
+        UnfitVersionError: if it cannot; the message says what to change.
     """
     if limits is None:
         raise UnfitVersionError(
@@ -236,20 +236,20 @@ def _check_pair(staged: StagedAdapter, name: str, shapes: Mapping[str, tuple[int
 
 
 class RequestInProgress(Protocol):
-    """What adapters need to know of a request in progress."""
+    """The part of a request in progress that adapters need."""
 
     request: GenerationRequest
     adapter: Adapter | None
 
 
 class LoraEngine(ABC):
-    """An engine that serves LoRA adapters beside its weights, several at a time, by the same rules in every engine.
+    """Base of engines that serve LoRA adapters beside their weights, several at a time. The rules are the same in every engine.
 
     The weights do not change. A request stays on the adapter that it began on, and its tokens carry the version of that
     adapter. When the adapter is unloaded, the request ends with `FinishReason.VERSION_RETIRED` and its tokens so far.
 
     Args:
-        limits: How many adapters it holds, and of which rank; None if it was started without adapters.
+        limits: Maximum number and rank of adapters; None if it was started without adapters.
         deadline_s: Seconds that requests may take to enter the engine.
     """
 
@@ -278,7 +278,7 @@ class LoraEngine(ABC):
 
     @abstractmethod
     def _changing(self) -> AbstractAsyncContextManager[object]:
-        """Return the lock that is held while the engine changes."""
+        """Return a context that holds the lock for changes of the engine."""
 
     @abstractmethod
     async def _add_adapter(self, adapter: Adapter) -> None:
@@ -295,12 +295,12 @@ class LoraEngine(ABC):
     # --- commands -------------------------------------------------------------------------------------------------
 
     async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        """Use an adapter for new requests that name none. Sampling is not paused, and the weights do not change.
+        """Use an adapter for new requests that name no adapter. Sampling is not paused, and the weights do not change.
 
         Older versions stay loaded while they have requests and there is room.
 
         Raises:
-            EngineError: if it does not fit the engine or its weights; the version before keeps serving.
+            EngineError: if it does not fit the engine or its weights; the previous version keeps serving.
         """
         return await run_to_end(asyncio.ensure_future(self._apply_adapter(staged)))
 
@@ -404,12 +404,12 @@ class LoraEngine(ABC):
             await self._retire(adapter)
 
     def _forget_adapters(self) -> None:
-        """Begin with new processes, which hold no adapters; `_reload_adapters` loads those of the processes before."""
+        """Note that the processes are new and hold no adapters. `_reload_adapters` loads the adapters of the old processes again."""
         self._slots, self._slots_before = self._empty_slots(), self._slots
         self._entering.clear()
 
     async def _reload_adapters(self) -> None:
-        """Load the adapters again that the engine that died held, if they are still used and fit the weights.
+        """Load again the adapters that the dead engine held, if they are still used and fit the weights.
 
         Raises:
             EngineError: if loading fails.
@@ -446,7 +446,7 @@ class LoraEngine(ABC):
         adapter = self._slots.add(staged)
         try:
             await self._add_adapter(adapter)
-        except BaseException:  # also when the caller was cancelled: it is unknown then whether the engine holds it
+        except BaseException:  # even if cancelled: the engine may or may not hold the adapter
             self._slots.remove(adapter)
             raise
         return adapter
@@ -461,7 +461,7 @@ class LoraEngine(ABC):
         await self._remove_adapter(adapter)
 
     async def _wait_entered(self, adapter: Adapter) -> None:
-        """Wait until no request is about to enter: the engine reads the adapter's files then, and they may be deleted after."""
+        """Wait until no request is entering the engine: entering reads the adapter's files, which may be deleted after this."""
         try:
             async with asyncio.timeout(self._entry_deadline_s):
                 while self._entering.get(adapter, 0):

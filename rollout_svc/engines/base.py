@@ -36,7 +36,7 @@ class PauseMode(Enum):
 
 
 class Stage(Enum):
-    """Where a request stands, with the names of the contract."""
+    """Stage of a request, with the names of the contract."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -49,11 +49,11 @@ class EngineError(Exception):
 
 
 class EngineSettingsError(EngineError):
-    """The engine cannot serve this model with these settings, and never will; the message says what to change."""
+    """The engine can never serve this model with these settings. The message says what to change."""
 
 
 class UnfitVersionError(EngineError):
-    """A version or an adapter does not fit the model or the settings, and never will. The engine serves what it served."""
+    """A version or an adapter can never fit the model or the settings. The engine keeps serving its present version."""
 
 
 class EngineTimeoutError(EngineError):
@@ -90,12 +90,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt, and how many samples of it to generate.
+    """One prompt, and how many samples to generate for it.
 
     ``adapter`` is a name given by `LoraEngine.load_named`. If it is empty, the policy samples: the weights, with their newest
     adapter version if there is one.
 
-    The prompt ends with the ``continued`` tokens if the samples continue those: a stop string may begin there, but not end there.
+    If the samples continue earlier tokens, these are ``continued``, and the prompt ends with them. A stop string may begin in them, but not end.
     """
 
     request_id: str
@@ -110,11 +110,11 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class Sample:
-    """One whole sample, or in a stream the next tokens of one.
+    """One whole sample, or in a stream the next tokens of a sample.
 
     ``logprobs`` has one entry per token. ``spans`` cover exactly these tokens, with starts counted from the sample's first
     token; ``offset`` is the position of the first of these tokens. The last part of a sample in a stream has the
-    ``finish_reason`` and may have no tokens; the parts before have none.
+    ``finish_reason``, and may have no tokens; earlier parts have no ``finish_reason``.
     """
 
     index: int
@@ -129,7 +129,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When a stream gives its new tokens: after so many seconds, or as soon as a sample has so many of them."""
+    """When a stream gives its new tokens: after `seconds`, or as soon as a sample has `tokens` of them."""
 
     seconds: float = 0.02
     tokens: int = 64
@@ -141,9 +141,9 @@ DEFAULT_PACE = Pace()
 
 @dataclass(slots=True)
 class Progress:
-    """The new tokens of all samples of a request, at most one part for each; none says that the request is alive.
+    """The new tokens of a request, at most one part per sample. A message without parts says that the request is alive.
 
-    ``steps`` are those that the engine has made since it started.
+    ``steps`` counts the engine's steps since it started.
     """
 
     parts: list[Sample]
@@ -180,8 +180,8 @@ class UncheckedWeights:
 
     Attributes:
         layers: Kind of layer that holds them, such as ``RoutedExperts (Fp8MoEMethod)``.
-        tensors: How many tensors of the file.
-        example: Name of one of them.
+        tensors: Number of tensors in the file that belong to such layers.
+        example: Name of one of these tensors.
     """
 
     layers: str
@@ -194,9 +194,9 @@ class EngineStatus:
     """Version and load of an engine.
 
     ``version`` samples the requests that name no adapter. Counters count from the start; ``kv_cache_usage`` is a fraction
-    from 0 to 1. ``healthy`` says whether the engine can sample. ``steps`` stand still when it hangs. ``preemptions`` are samples
-    that lost their place in the KV cache and were computed again. ``switching`` says that it samples nothing until it has other
-    weights. ``unchecked`` are the weights that the last `verify_weights` could not compare, one entry for each kind of layer.
+    from 0 to 1. ``healthy`` says whether the engine can sample. ``steps`` does not grow when it hangs. ``preemptions`` are samples
+    that lost their place in the KV cache and were computed again. ``switching`` says that it samples nothing until other weights are
+    loaded. ``unchecked`` are the weights that the last `verify_weights` could not compare, one entry for each kind of layer.
     """
 
     version: Version
@@ -227,11 +227,11 @@ class InferenceEngine(Protocol):
         """Load the model.
 
         Raises:
-            EngineError: if that fails, with the remedy.
+            EngineError: if that fails; the message says what to do.
         """
 
     async def restart(self) -> Version:
-        """Start the engine again on the version last applied if its staged file still exists, else on the base model.
+        """Start the engine again on the last applied version if its staged file still exists, else on the base model.
 
         Returns:
             The version that serves now.
@@ -276,7 +276,7 @@ class InferenceEngine(Protocol):
 
         Raises:
             EngineError: if the version could not be applied. The old version keeps serving, unless `status` says that the
-                engine is not healthy: then call `restart`. Nothing is sampled from a part of a version.
+                engine is not healthy: then call `restart`. It never samples from a partly loaded version.
         """
 
     async def reload_base(self) -> ApplyReport:
@@ -290,7 +290,7 @@ class InferenceEngine(Protocol):
             fraction: Fraction of the tensors to compare, above 0; 1 for all. Which ones depends on the version.
 
         Returns:
-            The tensors that differ; the next `apply` of the version loads it again. Those that it cannot compare are left out:
+            The tensors that differ; the next `apply` of the version loads it again. Tensors that it cannot compare are left out:
             `status` names them.
 
         Raises:
@@ -298,7 +298,7 @@ class InferenceEngine(Protocol):
         """
 
     def held(self) -> HeldVersions | None:
-        """Return the versions that it holds; None if it cannot sample. This is cheap."""
+        """Return the versions that the engine holds; None if it cannot sample. This is cheap."""
 
     def status(self) -> EngineStatus:
         """Return version and load. This is cheap."""
@@ -309,8 +309,8 @@ class ServedTemplate:
     """The chat template that a replica serves.
 
     Attributes:
-        text: Replaces that of the model; None: the model's own.
-        arguments: Its arguments for requests that do not set them themselves.
+        text: The template; None: the model's own.
+        arguments: Its arguments, for requests that do not set them.
     """
 
     text: str | None = None
@@ -322,17 +322,17 @@ OWN_TEMPLATE = ServedTemplate()
 
 
 class EnginePackage(Protocol):
-    """What the package of an engine offers; `sluice.engines` lists the packages."""
+    """Functions that the package of an engine has; `sluice.engines` lists the packages."""
 
     def build(self, run: CommonConfig, config: RolloutConfig) -> InferenceEngine:
-        """Return the engine that the settings ask for, not started.
+        """Build the engine for the settings, without starting it.
 
         Raises:
             ConfigError: if it could not hold the adapters that the run's bound on staleness asks for, or the run's template cannot be read.
         """
 
     def check(self, run: CommonConfig, config: RolloutConfig) -> None:
-        """Refuse settings that the engine would fail on while it starts. Loads neither the model nor the engine's library.
+        """Refuse settings with which the engine would fail at start. Loads neither the model nor the engine's library.
 
         Raises:
             ConfigError: with the setting to change.

@@ -1,4 +1,4 @@
-"""The files of the base model: where they are, and which tensors a complete version of the model has."""
+"""The files of the base model: their place, and the tensors of a complete version of the model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ EMBEDDING = "model.embed_tokens.weight"
 """The weight that a tied output layer shares."""
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "embeddings.weight")
-"""Ends of the names of embeddings, over the architectures."""
+"""Ends of the names of embeddings in all architectures."""
 
 _NO_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|(^|\.)mtp\.")
-"""Tensors that files may hold beside the weights: buffers that libraries compute by themselves (frequencies, masks), and heads that
-predict further tokens, which are not trained. No version holds them."""
+"""Tensors that files may hold besides the weights: buffers that libraries compute themselves (frequencies, masks), and heads that predict
+further tokens, which are not trained. No version has them."""
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -36,8 +36,8 @@ class BaseModel:
     Attributes:
         paths: Its safetensors files, one or several shards.
         shapes: Shape of every tensor that a version must hold, by Hugging Face name; a tied output layer is left out.
-        in_files: Names of all tensors of the files but a tied output layer beside its embedding.
-        renamed: Names that versions use, by the names in the files where these differ.
+        in_files: Names of all tensors in the files, without a tied output layer that is stored beside its embedding.
+        renamed: Names that versions use, by name in the files, for tensors whose names differ.
     """
 
     paths: tuple[Path, ...]
@@ -72,7 +72,7 @@ class BaseModel:
             weights: Names of its weights, tied ones once.
 
         Raises:
-            EngineSettingsError: if weights are not in the files, so that the names of the others mean something else.
+            EngineSettingsError: if weights are missing in the files. Then the other names may mean something else, too.
         """
         foreign, lacking = sorted(self.shapes.keys() - live), sorted(set(weights) - self.shapes.keys())
         if foreign and lacking:
@@ -117,7 +117,7 @@ def read_base_model(directory: Path) -> BaseModel:
 
 
 def _is_weight(name: str, layers: object) -> bool:
-    """Return whether a tensor is one of the model that is trained. `layers` is the number of its layers, if that is known."""
+    """Return whether a tensor belongs to the trained model. `layers` is the model's number of layers, if known."""
     beyond = _LAYER.match(name)
     return not _NO_WEIGHTS.search(name) and not (beyond and isinstance(layers, int) and int(beyond[1]) >= layers)
 
@@ -136,7 +136,7 @@ def model_directory(model: str, revision: str | None = None) -> Path:
 
 
 def is_tied(directory: Path) -> bool:
-    """Return whether the output layer shares the weights of the embedding, by the configuration."""
+    """Return whether the output layer shares the weights of the embedding, according to the configuration."""
     text = _text_config(directory)
     return bool(_config(directory).get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 

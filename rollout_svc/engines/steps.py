@@ -1,4 +1,4 @@
-"""The steps of an engine, and the stream of a request: when the tokens that were sampled since the last message are given."""
+"""The steps of an engine, and the stream of a request, which decides when to give the tokens sampled since the last message."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Protocol
 from rollout_svc.engines.base import Pace, Progress, Sample, Stage
 
 ALIVE_S = 1.0
-"""Seconds without a message after which a stream gives one without tokens, so that its caller knows that the request lives; more if
-its tokens are given less often."""
+"""Seconds without a message after which a stream gives one without tokens, so that its caller knows that the request is alive. Longer if
+the stream gives its tokens less often."""
 
 LEAST_S = 0.001
 """Minimum seconds between two messages of a stream; an engine step takes longer."""
 
 
 LONGEST_LOOK = 64
-"""Most steps between two looks: a request that has ended is forgotten then."""
+"""Maximum number of steps between two calls of a watching function. Within this time, `Steps` forgets a request that has ended."""
 
 
 class Steps:
-    """Counts the steps of an engine and looks at its streams every so many of them. Used by one thread at a time.
+    """Counts the steps of an engine, and calls functions that watch its streams after some steps. Used by one thread at a time.
 
-    A sample gets one token in a step. So a stream that wants to know when one of its samples has 64 new tokens is looked at once
+    A sample gets one token in a step. So a stream that wants to know when one of its samples has 64 new tokens is checked once
     in 64 steps, and not after each token.
     """
 
@@ -54,13 +54,13 @@ class StreamedRequest(Protocol):
         """Return whether all of its samples have ended. Then `wait` returns at once."""
 
     async def wait(self, seconds: float) -> None:
-        """Wait for some seconds, until all samples have ended, or until the engine's `Steps` wake it. Raise what the engine raised."""
+        """Wait for `seconds`, until all samples have ended, or until the engine's `Steps` wake it. Raise the engine's error."""
 
     def new_tokens(self) -> int:
-        """Return the number of new tokens of the sample that has most."""
+        """Return the number of new tokens of the sample that has the most."""
 
     def parts(self) -> list[Sample]:
-        """Return the new tokens of each sample that has some, or that has ended since the last call."""
+        """Return the new tokens of each sample that has new tokens, or that has ended since the last call."""
 
 
 async def awaiting_weights(gates: Sequence[asyncio.Event], steps: Steps) -> AsyncGenerator[Progress, None]:
@@ -81,9 +81,9 @@ async def paced(
 
     Args:
         request: The request; the engine's `Steps` watch its `new_tokens`.
-        pace: When its new tokens are given.
+        pace: When to give its new tokens.
         steps: Steps of its engine.
-        stage: Returns where it stands.
+        stage: Returns its stage.
     """
     clock = asyncio.get_running_loop().time
     period = max(pace.seconds, LEAST_S)
@@ -92,7 +92,7 @@ async def paced(
     ended = False
     while not ended:
         await request.wait(max(0.0, min(give_at, alive_at) - clock()))
-        now, ended = clock(), request.ended  # read before the tokens: none follows once it is set
+        now, ended = clock(), request.ended  # read before the tokens: no token follows once `ended` is set
         due = ended or now >= give_at or request.new_tokens() >= pace.tokens
         parts = request.parts() if due else []
         if due:

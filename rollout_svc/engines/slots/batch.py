@@ -1,7 +1,7 @@
 """The samples that are generated together: a request and its samples, the queue, and the batch that samples a token for each row.
 
-The engine's thread writes them, and callers read them in the event loop. The lists of a sample only grow, and `settle` says up to
-where they may be read. So a reader in another thread sees whole steps without a lock, and never a last token without its reason.
+The engine's thread writes them, and callers read them in the event loop. The lists of a sample only grow, and `settle` sets how far
+they may be read. So a reader in another thread sees whole steps without a lock, and never a last token without its finish reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHARACTERS_PER_TOKEN = 4
 """A character has up to four tokens in byte-level vocabularies."""
 
 SLACK_TOKENS = 16
-"""Further tokens to decode, since special ones have no text."""
+"""Further tokens to decode, since special tokens have no text."""
 
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ class ActiveSample:
 
     @property
     def most_positions(self) -> int:
-        """Return the number of positions of the KV cache that it needs at most."""
+        """Return the maximum number of positions that it needs in the KV cache."""
         return len(self.request.prompt_ids) + self.most_tokens
 
     @property
@@ -71,7 +71,7 @@ class ActiveSample:
         return self._settled[1]
 
     def settle(self, reason: FinishReason | None) -> None:
-        """Let readers have the tokens so far; the reason tells that they are all."""
+        """Let readers have the tokens so far. A reason means that no more tokens follow."""
         self._settled = (len(self.token_ids), reason)
 
     def append(self, token: int, logprob: float, top: list[tuple[int, float]], version: Version) -> None:
@@ -133,7 +133,7 @@ class ActiveRequest:
         return max(len(sample.token_ids) - given for sample, given in zip(self.samples, self._given, strict=True))
 
     def watched(self, tokens: int) -> Callable[[], int]:
-        """Return a look for the engine's `Steps`: it wakes `wait` when a sample has so many new tokens."""
+        """Return a function for `Steps.watch` that wakes `wait` when a sample has `tokens` new tokens."""
 
         def look() -> int:
             if self.ended or self.released:
@@ -169,7 +169,7 @@ class ActiveRequest:
         self._wake.set()
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Wait until all samples have ended, or for some seconds. Call this in the event loop.
+        """Wait until all samples have ended, or for `seconds`. Call this in the event loop.
 
         Raises:
             EngineError: the error that ended the request.
@@ -183,7 +183,7 @@ class ActiveRequest:
         if not self.ended:
             self._wake.clear()
         elif self.error is not None:
-            raise EngineError(*self.error.args)  # a new one for each caller, since errors keep tracebacks
+            raise EngineError(*self.error.args)  # a new error for each caller, since errors keep tracebacks
 
     def result(self) -> GenerationResult:
         """Return all samples after their end."""
@@ -243,8 +243,8 @@ class BatchLimits:
 class SlotBatch:
     """Rows of the KV cache and the samples that they belong to. Used by one thread.
 
-    A sample is admitted when its longest possible sequence fits the cache beside those of the running samples, so that none has
-    to be preempted.
+    A sample is admitted when its longest possible sequence fits the cache beside the longest sequences of the running samples, so that
+    no sample has to be preempted.
 
     Args:
         decoder: Decodes for stop strings; None where the model has no tokenizer.
@@ -330,7 +330,7 @@ class SlotBatch:
         longest = max(sample.most_positions for _, sample in (*self.rows, *admitted))
         for active in owners:
             active.admitted = True
-        self.rows += admitted  # now, so that a failure in what follows reaches their callers
+        self.rows += admitted  # before the next steps, so that their failure reaches the callers
         self._cache.reserve(first + len(admitted), longest, used=first)
         wanted = [_wanted_positions(active) for active in owners]
         logits = self._model.prefill(
@@ -392,7 +392,7 @@ def _prompt_logprobs(logits: Tensor, prompt_ids: Sequence[int]) -> list[float]:
 
 
 def _within_budget(sequences: Sequence[Sequence[int]], tokens: int) -> int:
-    """Return how many of the first sequences, padded to the longest, have at most so many tokens; at least one."""
+    """Return how many of the first sequences have at most `tokens` tokens together when padded to the longest of them; at least one."""
     width = 0
     for count, sequence in enumerate(sequences):
         width = max(width, len(sequence))
@@ -411,16 +411,16 @@ class Decoder(Protocol):
 def completed_stop(
     decoder: Decoder, token_ids: Sequence[int], stops: Sequence[str], continued: Sequence[int] = ()
 ) -> str:
-    """Return the stop string that the last token completed, or an empty one. Of several, return the one that begins first.
+    """Return the stop string that the last token completed, or an empty one. If there are several, return the one that begins first.
 
-    A stop string may begin in the `continued` tokens before the sample's. Only as many of the last tokens are decoded as the
-    longest stop string can have.
+    A stop string may begin in the `continued` tokens before the sample's. Only the last tokens are decoded, enough for the longest
+    stop string.
     """
     reach = CHARACTERS_PER_TOKEN * max(map(len, stops)) + SLACK_TOKENS
     new = token_ids[-reach:]
     before = list(continued[max(0, len(continued) + len(new) - reach) :])
     text = decoder.decode([*before, *new], skip_special_tokens=True)
-    # The last character before may be incomplete without the new tokens.
+    # The last character of the earlier text may be incomplete without the new tokens.
     known = len(decoder.decode(before, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")) if before else 0
     places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in stops]
     found = [(place, stop) for place, stop in places if place >= 0]

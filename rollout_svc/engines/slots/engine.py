@@ -51,7 +51,7 @@ from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
 
 SWAP_STEPS = 3
-"""A change of the weights waits for the step in progress, copies, and copies back if that fails; each has the deadline of a command."""
+"""Parts of a change of the weights, each with the deadline of a command: wait for the step in progress, copy, and copy back if that fails."""
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
@@ -70,7 +70,7 @@ class SlotOptions:
     Attributes:
         max_queued: Maximum number of waiting samples; more raise EngineBusyError.
         prefill_tokens: Maximum number of prompt tokens, padding included, between two steps; a longer prompt is computed alone.
-        command_deadline_s: Seconds that a command, such as a change of the weights, may wait for the step in progress and take.
+        command_deadline_s: Seconds that a command, such as a change of the weights, may take, including the wait for the step in progress.
         drain_deadline_s: Seconds that `pause` with mode WAIT waits for requests to end.
         template: The chat template that is served; a turn ends with its end token, too.
     """
@@ -95,8 +95,8 @@ class TransformersEngine(LoraEngine):
 
     Args:
         model: Directory or hub id of the base model.
-        lora: How many adapters it holds beside the weights, and of which rank; None serves none.
-        clock: The time of starts, commands and drains.
+        lora: Maximum number and rank of adapters; None: no adapters.
+        clock: Time of starts, commands and drains.
     """
 
     info: ModelInfo
@@ -112,7 +112,7 @@ class TransformersEngine(LoraEngine):
         self._decoder: Decoder | None = None
         self._resume_from: StagedVersion | None = None
         self._active: dict[str, set[ActiveRequest]] = {}
-        # A thread of its own, since the default pool cannot give up a model that loads for ever.
+        # A separate thread, since the default pool cannot abandon a model that never finishes loading.
         self._loading = DeadlineThreads("loading", 1, self._options.start_deadline_s, most_hung=1, clock=clock)
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class TransformersEngine(LoraEngine):
                     await asyncio.to_thread(loop.check, staged)
                     await self._command(lambda: loop.swap(staged), deadlines=SWAP_STEPS)
                 except EngineError:
-                    await self._stop()  # not healthy until the next attempt, which serves the base
+                    await self._stop()  # not healthy until the next attempt, which serves the base model
                     raise
             await self._reload_adapters()
             return self._adapter_version or loop.version
@@ -195,10 +195,10 @@ class TransformersEngine(LoraEngine):
         return self._running
 
     async def _command(self, action: Callable[[], Result], *, deadlines: int = 1) -> Result:
-        """Run an action in the loop's thread, between two steps, within so many times the deadline of a command.
+        """Run an action in the loop's thread, between two steps, within `deadlines` times the deadline of a command.
 
         Raises:
-            EngineError: what the action raised, or that the thread did not do it in time; then the engine is broken.
+            EngineError: from the action; or because the thread did not run it in time, and then the engine is broken.
         """
         loop, seconds = self._loop, deadlines * self._options.command_deadline_s
         try:
@@ -397,7 +397,7 @@ class TransformersEngine(LoraEngine):
 
 
 def chosen(names: Sequence[str], fraction: float, version: Version) -> list[str]:
-    """Return a fraction of the names, at least one; different ones for each version."""
+    """Return a fraction of the names, at least one. Each version gets different ones."""
     if fraction >= 1.0:
         return list(names)
     count = max(1, round(fraction * len(names)))
@@ -438,7 +438,7 @@ class SlotLoop:
         self.steps = Steps()
         self.paused: PauseMode | None = None
         self.switching = False
-        """Whether it copies other weights."""
+        """Whether it is copying other weights."""
         self.broken = ""
         self.staged: StagedVersion | None = None
         """The version of the weights; None for the base model."""
@@ -478,7 +478,7 @@ class SlotLoop:
                 return
             try:
                 future.set_result(action())
-            except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
+            except Exception as error:  # noqa: BLE001 - passed on to the caller
                 future.set_exception(error)
 
         self.post(run)
@@ -491,7 +491,7 @@ class SlotLoop:
                 self._commands.put(action)
                 self._wake.set()
                 return
-        action()  # the thread has ended: the action only refuses
+        action()  # the thread has ended, so the action only refuses
 
     @property
     def version(self) -> Version:
@@ -499,7 +499,7 @@ class SlotLoop:
         return BASE if self.staged is None else self.staged.version
 
     def stage(self, active: ActiveRequest) -> Stage:
-        """Return where a request stands."""
+        """Return the stage of a request."""
         if self.switching:
             return Stage.SWITCHING
         if self.paused is not None:
@@ -539,7 +539,7 @@ class SlotLoop:
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop sampling. The future is done when sampling has stopped. Call this in the thread."""
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # from here on the caller cannot cancel it
+        done.set_running_or_notify_cancel()  # from now on the caller cannot cancel it
         if mode is PauseMode.WAIT:
             self.paused = None  # requests that an earlier pause froze have to end, too
             self._draining.append(done)
@@ -580,10 +580,10 @@ class SlotLoop:
         """Copy a version that passed `check` into the model, or the base model for None. Call this in the thread.
 
         Returns:
-            Seconds without sampling, and seconds of the copy alone.
+            Seconds without sampling, and seconds of only the copy.
 
         Raises:
-            EngineError: if it could not be applied. The version before keeps serving, unless `broken` is set.
+            EngineError: if it could not be applied. The previous version keeps serving, unless `broken` is set.
         """
         begun = time.perf_counter()
         self.switching = True

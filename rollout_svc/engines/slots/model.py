@@ -45,7 +45,7 @@ Queries: TypeAlias = Float[Tensor, "rows heads queries dim"]
 Keys: TypeAlias = Float[Tensor, "rows kv_heads keys dim"]
 
 LENGTH_STEP = 128
-"""The cache grows by this many positions, so that it is seldom copied."""
+"""Number of positions by which the cache grows, so that it is seldom copied."""
 
 FIRST_ROWS = 8
 
@@ -60,9 +60,9 @@ class SlotModel:
 
     Args:
         model: Directory or hub id.
-        device: "auto" takes CUDA where there is one.
+        device: "auto" takes CUDA if available.
         dtype: "auto" takes the model's own.
-        max_model_len: Most tokens of prompt and continuation; None takes the model's own limit.
+        max_model_len: Maximum number of tokens of prompt and continuation; None takes the model's own limit.
 
     Raises:
         EngineSettingsError: if the model cannot be loaded or its architecture needs more than plain causal attention.
@@ -100,8 +100,8 @@ class SlotModel:
             head.forward = partial(_float32_logits, head)
 
     def known_of(self, base: BaseModel) -> BaseModel:
-        """Return what the model has of the tensors in its files; see `BaseModel.known_to` for the error."""
-        weights = [name for name, _ in self.module.named_parameters()]  # tied ones once
+        """Return the base model with only those tensors of its files that the model has; see `BaseModel.known_to` for the error."""
+        weights = [name for name, _ in self.module.named_parameters()]  # tied weights appear once
         return base.known_to(self.module.state_dict().keys(), weights)
 
     @property
@@ -113,7 +113,7 @@ class SlotModel:
         return KvShape(text.num_hidden_layers, heads, head_dim, self.module.dtype, self.device)
 
     def check(self) -> None:
-        """Run a prompt and a step, to find an unsupported architecture at the start.
+        """Run a prompt and a step, to detect an unsupported architecture at start.
 
         Raises:
             EngineSettingsError: if the architecture is not supported, with the reason.
@@ -149,8 +149,8 @@ class SlotModel:
             cache: The cache to write to.
             first: First row to fill.
             prompts: Token ids, each forwarded once.
-            sources: For each row, which prompt it takes.
-            picked: Prompt and position of each of the wanted logits.
+            sources: For each row, the index of its prompt.
+            picked: Prompt and position of each wanted output.
             adapters: The adapter of each prompt, or None.
 
         Returns:
@@ -257,7 +257,7 @@ def _device(name: str) -> str:
 def _tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a model; None if it has none.
 
-    Without files transformers makes an empty tokenizer for some architectures, such as GPT-2, whose end token means nothing.
+    If there are no files, transformers makes an empty tokenizer for some architectures, such as GPT-2. Its end token means nothing.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - loaded with the model
 
@@ -318,7 +318,7 @@ class SlotCache:
     """Keys and values, ``[layers, rows, heads, positions, head_dim]`` each.
 
     Args:
-        budget_bytes: Most bytes that rows times positions may take.
+        budget_bytes: Maximum number of bytes of all rows and positions.
     """
 
     def __init__(self, shape: KvShape, budget_bytes: int) -> None:
@@ -328,21 +328,21 @@ class SlotCache:
         self.values = self._zeros(0, 0)
 
     def _zeros(self, rows: int, length: int) -> Tensor:
-        # Zeros and not `empty`: masked positions count as 0 x what lies there, and 0 x NaN is NaN.
+        # Zeros and not `empty`: masked positions count as 0 times the stored value, and 0 times NaN is NaN.
         shape = self._shape
         size = (shape.layers, rows, shape.heads, length, shape.head_dim)
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def fits(self, rows: int, length: int) -> bool:
-        """Return whether so many rows of so many positions fit the budget."""
+        """Return whether `rows` rows of `length` positions fit the budget."""
         return rows * length <= self._positions
 
     def usage(self, lengths: int) -> float:
-        """Return the fraction of the budget that so many positions take."""
+        """Return the fraction of the budget that `lengths` positions take."""
         return lengths / self._positions
 
     def reserve(self, rows: int, length: int, used: int) -> None:
-        """Make room for so many rows of so many positions.
+        """Make room for `rows` rows of `length` positions.
 
         Args:
             rows: Rows that are needed.
@@ -366,7 +366,7 @@ class SlotCache:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
     def clean(self, row: int) -> None:
-        """Zero a row that a NaN came into: a later row would read it in positions that are masked."""
+        """Zero a row that holds a NaN. A later sample in this row would read it in masked positions."""
         self.keys[:, row] = 0
         self.values[:, row] = 0
 
@@ -379,8 +379,8 @@ class PrefillView:
     """Stores whole prompts, which attend only to themselves.
 
     Args:
-        first: Row of the first.
-        sources: For each row from `first` on, which prompt of the batch it takes.
+        first: Row of the first prompt.
+        sources: For each row from `first` on, the index of its prompt in the batch.
     """
 
     def __init__(self, cache: SlotCache, first: int, sources: RowIndices) -> None:
@@ -401,7 +401,7 @@ class DecodeView:
     """Stores the next position of each of the first rows.
 
     Args:
-        width: Positions that are looked at; above the greatest of `positions`.
+        width: Number of positions to attend to; above the greatest of `positions`.
     """
 
     def __init__(self, cache: SlotCache, positions: PerRow, width: int) -> None:
@@ -462,7 +462,7 @@ class SlotAdapters:
             self._wrapped = None
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that no adapter is active; rows name theirs
+            warnings.simplefilter("ignore")  # it warns that no adapter is active; here each row names its adapter
             self._wrapped.delete_adapter(_label(adapter))
 
     def forward(self, inputs: Mapping[str, object], adapters: Sequence[Adapter | None]) -> Any:  # noqa: ANN401 - untyped
@@ -482,7 +482,7 @@ class InPlaceWeights:
 
     Args:
         module: The model.
-        base: Its files, as `BaseModel.known_to` leaves them.
+        base: Its files, as returned by `BaseModel.known_to`.
     """
 
     def __init__(self, module: torch.nn.Module, base: BaseModel) -> None:
@@ -501,7 +501,7 @@ class InPlaceWeights:
 
         Raises:
             UnfitVersionError: if they do not hold exactly the model's tensors.
-            EngineError: if they are not whole safetensors files.
+            EngineError: if they are not complete safetensors files.
         """
         seen: set[str] = set()
         with ExitStack() as stack:
@@ -562,7 +562,7 @@ class InPlaceWeights:
     def _tensors(self, paths: Sequence[Path], stack: ExitStack) -> Iterator[tuple[str, str, Any]]:
         """Yield each tensor: the name that versions use, its name in the file, and the open file.
 
-        Of the base model's own files, tensors that the model does not have are left out.
+        In the base model's own files, tensors that the model does not have are left out.
         """
         own = paths == self._base.paths
         for stored, file in _tensors(paths, stack):
@@ -579,7 +579,7 @@ def _tensors(paths: Sequence[Path], stack: ExitStack) -> Iterator[tuple[str, Any
     """Yield the name of every tensor and its open file.
 
     Raises:
-        EngineError: if a file is not a whole safetensors file.
+        EngineError: if a file is not a complete safetensors file.
     """
     for path in paths:
         try:

@@ -31,7 +31,7 @@ class RowSampling:
     """How one row is sampled.
 
     Attributes:
-        generator: Its random numbers; None for those of the engine.
+        generator: Its random numbers; None for the engine's shared ones.
     """
 
     sampling: Sampling
@@ -58,7 +58,7 @@ class Drawn:
     """One token per row.
 
     Attributes:
-        logprobs: Their log-probabilities as they were drawn; NaN where the model's output was not finite.
+        logprobs: Log-probabilities of the tokens in the distribution that they were drawn from; NaN where the model's output was not finite.
         top: For rows that ask for alternatives, (token, log-probability), most likely first; else empty.
     """
 
@@ -94,7 +94,7 @@ def draw(logits: Logits, rows: Sequence[RowSampling], shared: np.random.Generato
 
 
 def logprobs_of(logits: Logits, rows: Sequence[RowSampling]) -> Logits:
-    """Return the log-probabilities that rows are sampled with; those of greedy rows are at temperature 1."""
+    """Return the log-probabilities from which rows are sampled; for greedy rows, those at temperature 1."""
     logits = logits.float()
     for position, row in enumerate(rows):
         if row.edits_logits:
@@ -111,7 +111,7 @@ def logprobs_of(logits: Logits, rows: Sequence[RowSampling]) -> Logits:
 
 def _invert(logprobs: Logits, uniform: Uniform) -> PerRow:
     """Return the token at which the cumulative distribution passes the uniform number."""
-    # In float64: over a large vocabulary the sum of float32 would drift by more than a rare token's probability.
+    # In float64: with float32, the sum over a large vocabulary would drift by more than a rare token's probability.
     cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
     targets = uniform.clamp(max=1 - 1e-12)[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""The engine that samples with vLLM: how it is built, and which settings it refuses before anything is loaded."""
+"""The engine that samples with vLLM: how it is built, and the settings that it refuses before anything is loaded."""
 
 from __future__ import annotations
 

@@ -66,15 +66,15 @@ class VllmOptions:
     """How vLLM is started, and how its weights change. `RolloutConfig` explains the settings of the same names.
 
     Attributes:
-        double_buffer: On CPU, build the next version beside the one that samples and swap them, at the cost of the
-            weights' memory once more; otherwise the pause lasts as long as copying and packing.
-        patch: On an accelerator, bring in only the values that differ from the version before; see
-            `weightsync.vllm.worker.Patch` on how far that is tested.
-        phase_deadline_s: How long each of the three steps of an update may take (prepare; pause and load; go back if that
-            fails) before the engine counts as broken.
-        drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
+        double_buffer: On CPU, build the next version beside the one that samples, then swap them. This doubles the memory of
+        the weights; without it, the pause lasts as long as copying and packing.
+        patch: On an accelerator, load only the values that differ from the previous version; see
+        `weightsync.vllm.worker.Patch` for how far that is tested.
+        phase_deadline_s: Seconds that each of the three steps of an update may take (prepare; pause and load; go back if that
+        fails) before the engine counts as broken.
+        drain_deadline_s: Seconds that `pause` with mode WAIT waits for requests to end.
         start_method: "auto" forks on CPU at the first start and spawns later, when the process may serve sockets; "fork"
-            forks at every start. Both spawn where gRPC is in use in this process: a fork of it may hang.
+            forks at every start. Both spawn if this process uses gRPC: a fork of it may hang.
         template: The chat template that is served; a turn ends with its end token, too.
     """
 
@@ -94,7 +94,7 @@ class VllmEngine(LoraEngine):
 
     Args:
         model: Directory or hub id of the base model.
-        lora: How many adapters it holds beside the weights, and of which rank; None serves none.
+        lora: Maximum number and rank of adapters; None: no adapters.
     """
 
     info: ModelInfo
@@ -205,7 +205,7 @@ class VllmEngine(LoraEngine):
 
     @property
     def _recorder(self) -> LoadRecorder:
-        """Return what the scheduler reported last.
+        """Return the recorder of the scheduler's reports.
 
         Raises:
             EngineError: if the engine does not run.
@@ -239,7 +239,7 @@ class VllmEngine(LoraEngine):
                 yield sign
         tracked = await self._submit(request, hold=pace.seconds >= 2 * HOLD_S and pace.tokens >= HOLD_TOKENS)
         try:
-            steps = self._recorder.steps  # of the engine that has the request
+            steps = self._recorder.steps  # the steps of the engine that has the request
             steps.watch(pace.tokens, tracked.watched(pace.tokens))
             async with contextlib.aclosing(paced(tracked, pace, steps, lambda: self._stage(tracked))) as stream:
                 async for progress in stream:
@@ -257,7 +257,7 @@ class VllmEngine(LoraEngine):
 
     @property
     def _gates(self) -> tuple[asyncio.Event, ...]:
-        """Return what is closed while the engine switches to other weights."""
+        """Return the events that are cleared while the engine switches to other weights."""
         return (self._policy_loaded, self._weights.admit)
 
     @property
@@ -265,7 +265,7 @@ class VllmEngine(LoraEngine):
         return self._scrubbing or not all(gate.is_set() for gate in self._gates)
 
     def _stage(self, tracked: TrackedRequest) -> Stage:
-        """Return where a request stands. The scheduler admits requests in their order, unless it was given priorities."""
+        """Return the stage of a request. The scheduler admits requests in order of arrival, unless they have priorities."""
         if self._switching:
             return Stage.SWITCHING
         if self._paused is not None:
@@ -277,7 +277,7 @@ class VllmEngine(LoraEngine):
         return Stage.QUEUED if tracked in self._queued else Stage.RUNNING
 
     def _not_admitted(self) -> set[TrackedRequest]:
-        """Return the requests none of whose samples had a place in the last step: the newest ones, as many as waited."""
+        """Return the requests without a place in the last step: the newest requests whose samples all were among the waiting ones."""
         queued: set[TrackedRequest] = set()
         waiting = self._recorder.waiting
         for tracked in reversed(self._submitted):
@@ -298,19 +298,19 @@ class VllmEngine(LoraEngine):
         return True
 
     async def _held_tokens_of(self, requests: Iterable[TrackedRequest]) -> None:
-        """Wait for the tokens that the engine's process keeps back of requests that are about to be ended."""
+        """Wait until the engine's process has sent the tokens that it holds back for requests that are about to be ended."""
         if any(each.held for each in requests) and self._paused is None:
             await asyncio.sleep(HOLD_S)
 
     async def _submit(self, request: GenerationRequest, *, hold: bool = False) -> TrackedRequest:
         """Give a request to vLLM. `hold`: its reader does not want its tokens at once."""
-        for gate in self._gates:  # the request is sampled by the new version
+        for gate in self._gates:  # so that the new version samples the request
             await gate.wait()
         llm = self._llm
         check_request(request, self.info, seeds=self._seeds)
         name = f"{request.request_id}.{next(self._numbers)}"
         with self._entering_with(request.adapter) as adapter:
-            # The salt makes the version a part of the key of prefix-cache entries: after an update no old one is read.
+            # The salt makes the version a part of the key of prefix-cache entries, so that no old entry is read after an update.
             salt = str(self._weights.version if adapter is None else adapter.version)
             try:
                 with refusals():
@@ -353,7 +353,7 @@ class VllmEngine(LoraEngine):
             log.error("sampled from NaN; cleaning the KV cache", version=str(self._weights.version))
             deadline_s = self._options.phase_deadline_s
             self._recorder.expect_recomputation()
-            self._scrubbing = True  # its requests say that it switches: it makes no step, and does not hang
+            self._scrubbing = True  # its requests report that it switches, since it makes no step but does not hang
             try:
                 pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
                 await step(llm, "pausing", pause, deadline_s)
@@ -391,7 +391,7 @@ class VllmEngine(LoraEngine):
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
         """See `InferenceEngine`."""
-        async with self._commands:  # a caller that gives up while it waits for the lock leaves at once
+        async with self._commands:  # a caller that is cancelled while it waits for the lock leaves at once
             return await run_to_end(asyncio.ensure_future(self._apply(staged)))
 
     async def reload_base(self) -> ApplyReport:
@@ -400,7 +400,7 @@ class VllmEngine(LoraEngine):
             return await run_to_end(asyncio.ensure_future(self._switch(None)))
 
     async def verify_weights(self, staged: StagedVersion | None, fraction: float = 1.0) -> list[str]:
-        """See `InferenceEngine`. Tensors whose form in the engine is not known, such as quantised ones, cannot be compared."""
+        """See `InferenceEngine`. Tensors whose form in the engine is unknown, such as quantised ones, cannot be compared."""
         async with self._commands:
             deadline_s = VERIFY_PHASES * self._options.phase_deadline_s
             found = await verify(self._llm, self._weights.files(staged), fraction, deadline_s)
@@ -479,7 +479,7 @@ class VllmEngine(LoraEngine):
         await step(llm, "unloading an adapter", llm.remove_lora(adapter.number), self._options.phase_deadline_s)
 
     async def _end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
-        """End some requests; the engine has let go of them before it replies a later call."""
+        """End some requests. The engine has dropped them before it answers a later call."""
         ending = [each for active in self._active.values() for each in active if which(each)]
         await self._held_tokens_of(ending)
         for tracked in ending:

@@ -42,7 +42,7 @@ def tool_reader(tokenizer: PreTrainedTokenizerBase, name: str) -> ReadCalls:
         found = [Call(call.name, call.arguments) for call in calls or ()]
         begun = (text.count(mark) - sum(call.arguments.count(mark) for call in found) for mark in marks)
         malformed = max(0, max(begun, default=0) - len(found))
-        if not found:  # a parser may leave parts of a malformed call out
+        if not found:  # a parser may omit parts of a malformed call
             return Said(special.sub("", text), malformed=malformed)
         return Said(special.sub("", content or ""), found, malformed)
 
@@ -95,13 +95,13 @@ def _found(setting: str, name: str, find: Callable[[], Any]) -> Any:  # noqa: AN
         return find()
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # vLLM calls a parser that it cannot import an unknown one
+        while cause.__cause__ is not None:  # if vLLM cannot import a parser, it reports an unknown parser
             cause = cause.__cause__
         raise ConfigError(f"rollout.{setting} is {name!r}, which vLLM refuses: {cause}") from error
 
 
 def _check_it_reads(setting: str, name: str, read: Callable[[], object]) -> None:
-    """Refuse a parser that only names a format, such as those of gpt-oss: vLLM reads that with another program."""
+    """Refuse a parser that only names a format, such as the parsers of gpt-oss: other code in vLLM reads that format."""
     try:
         read()
     except NotImplementedError as error:

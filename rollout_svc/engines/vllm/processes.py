@@ -8,7 +8,7 @@ import gc
 import importlib
 import json
 import logging
-import multiprocessing.util  # at exit it waits for children; imported first, it does so after `OwnerThread` has ended them
+import multiprocessing.util  # waits for children at exit: import it first, so that it waits after `OwnerThread` has ended them
 import os
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -41,11 +41,11 @@ TESTED_VERSIONS = ("0.32.0",)
 
 
 class Parts(NamedTuple):
-    """Which of vLLM's two model runners, and of its two kinds of schedulers, an engine has.
+    """The model runner and the kind of scheduler that an engine of vLLM has. There are two of each.
 
     Attributes:
-        runner_v2: Model Runner V2, which vLLM 0.32 takes wherever Triton is installed; otherwise V1.
-        asynchronous: The scheduler plans a step before it has the tokens of the last one; vLLM's default but on a CPU.
+        runner_v2: Model Runner V2, which vLLM 0.32 uses if Triton is installed; otherwise V1.
+        asynchronous: The scheduler plans a step before it has the tokens of the last step; vLLM's default except on a CPU.
     """
 
     runner_v2: bool
@@ -57,7 +57,7 @@ class Parts(NamedTuple):
 
 
 TESTED_PARTS = Parts(runner_v2=False, asynchronous=False)
-"""What this project's tests run, on a CPU without Triton."""
+"""The parts that this project's tests use, on a CPU without Triton."""
 
 CPU_KV_CACHE_BYTES = 256 << 20
 """Default size of the KV cache on a CPU: 65,000 tokens of a 2.4 M model. vLLM's own default is a fraction of all memory."""
@@ -152,11 +152,11 @@ async def launch(
     Args:
         model: Directory or hub id.
         given: The user's engine arguments.
-        fork: Fork the engine's process instead of spawning it, where the platform allows and nothing of gRPC lives here
-            (see `fork_is_sound`): 8 s instead of 15, but only sound while this process serves nothing (a forked child would
-            hold its sockets open).
-        deadline_s: How long it may take.
-        lora: Adapters that it has to hold; None for none.
+        fork: Fork the engine's process instead of spawning it, if the platform allows it and this process has no objects of gRPC
+        (see `fork_is_sound`). That takes 8 s instead of 15, but is only sound while this process serves nothing: a forked
+        child would hold its sockets open.
+        deadline_s: Seconds that the start may take.
+        lora: Maximum number and rank of adapters; None: no adapters.
         clock: Time of the deadline.
 
     Raises:
@@ -199,10 +199,10 @@ def _launch(
     hold_tokens(config)
     if not on_cpu:
         log.info(compared_with_tests(vllm.__version__, parts_of(config)), model=model)
-    # vLLM's CPU platform sets "spawn" in the line above; on a GPU a fork would inherit a broken CUDA context.
+    # vLLM's CPU platform sets "spawn" in the line above. On a GPU a fork would inherit a broken CUDA context.
     forks = fork and on_cpu and fork_is_sound()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if forks else "spawn"
-    if forks:  # here once, not in each process that is forked
+    if forks:  # once here, instead of in each forked process
         importlib.import_module(config.parallel_config.worker_cls.rpartition(".")[0])
     recorder = LoadRecorder()
     before = frozenset(SHARED_MEMORY.glob("vllm_dist_*"))
@@ -216,12 +216,12 @@ def _launch(
 
 
 def hold_tokens(config: VllmConfig) -> None:
-    """Let vLLM use `rollout_svc.engines.vllm.scheduler`, unless it has to use one that is neither of its two usual ones."""
+    """Let vLLM use `rollout_svc.engines.vllm.scheduler`, unless it needs a scheduler other than its two usual ones."""
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:
         name = "HoldingAsyncScheduler" if scheduler.async_scheduling else "HoldingScheduler"
         scheduler.scheduler_cls = f"rollout_svc.engines.vllm.scheduler.{name}"
-        # It warns of every scheduler that is not its own: its interface may change. `require_tested_version` pins it.
+        # vLLM warns about every foreign scheduler, because the interface may change. `require_tested_version` pins the version.
         logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
 
 
@@ -229,7 +229,7 @@ def mapped_segments(process: int) -> frozenset[Path]:
     """Return the segments of vLLM that a process or one of its descendants has mapped, not those of other replicas."""
     segments, family = set(), [process]
     for pid in family:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 path = Path(line.split(maxsplit=5)[-1])
                 if path.parent == SHARED_MEMORY and path.name.startswith("vllm_dist_"):
@@ -275,7 +275,7 @@ def fork_is_sound() -> bool:
     """Return whether this process holds no objects of gRPC that a forked child would inherit.
 
     The child gets the objects without their threads. When its garbage collector deletes the last of them, gRPC waits for its
-    poller thread for ever; until then the child keeps the sockets open. Takes 60 ms when vLLM is loaded.
+    poller thread for ever; until then the child keeps the sockets open. This takes 60 ms when vLLM is loaded.
     """
     return not any(issubclass(kind, _OWNERS) for kind in {type(each) for each in gc.get_objects()})
 
@@ -291,11 +291,11 @@ def collect_rpc_garbage() -> None:
 
 @contextmanager
 def garbage_stays_behind() -> Iterator[None]:
-    """Prevent processes that this thread forks in this block from collecting the garbage of their parent, then and later.
+    """Prevent processes that this thread forks in this block from ever collecting the garbage of their parent.
 
     That garbage may own threads and sockets that the child does not have: a store of torch.distributed would wait for its thread
-    for ever, and a socket of ZeroMQ would close a descriptor that the child uses for something else. It also takes most of a
-    second to search what was inherited, which vLLM thaws and searches twice when it ends.
+    for ever, and a socket of ZeroMQ would close a descriptor that the child uses for something else. Searching the inherited
+    objects also takes most of a second, and vLLM unfreezes and searches them twice when it ends.
     """
     gc.freeze()
     _forking.frozen = True
@@ -354,8 +354,8 @@ def prepare_environment(environment: MutableMapping[str, str], *, workers: int) 
 
     Args:
         environment: Normally ``os.environ``.
-        workers: Tensor times pipeline parallel size: with one worker on CPU it lives in the engine's process, which saves
-            the time of one more start.
+        workers: Tensor times pipeline parallel size. A single worker on a CPU lives in the engine's process, which saves
+        the time of one more start.
     """
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if workers > 1 else "0"
     if workers > 1:
@@ -400,7 +400,7 @@ def parts_of(config: VllmConfig) -> Parts:
 
 
 def compared_with_tests(version: str, parts: Parts) -> str:
-    """Return the line that says which parts a vLLM on an accelerator has, and which ones were tested."""
+    """Return a line that compares the parts of a vLLM on an accelerator with the tested parts."""
     remedies = []
     if parts.runner_v2 != TESTED_PARTS.runner_v2:
         remedies.append(f"VLLM_USE_V2_MODEL_RUNNER={int(TESTED_PARTS.runner_v2)}")
@@ -422,7 +422,7 @@ def engine_arguments(
     check_names(given, {field.name for field in fields(arguments_class)})
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": not has_tokenizer(str(given.get("tokenizer") or model)),
-        "generation_config": "vllm",  # only the request sets sampling parameters
+        "generation_config": "vllm",  # only requests set sampling parameters
         "max_logprobs": 20,
         "use_tqdm_on_load": False,
     }
@@ -457,9 +457,9 @@ def cpu_defaults(model: str) -> dict[str, Any]:
 
 
 def float32_logits(given: object) -> object:
-    """Return overrides of the model's configuration with which the output layer does not round logits, as the trainer's does not.
+    """Return overrides of the model's configuration with which the output layer does not round logits, like the trainer's.
 
-    The user's own `head_dtype` stays, and so does a function in place of a dictionary.
+    A user's own `head_dtype` stays, and so does a function instead of a dictionary.
     """
     if given is None or isinstance(given, Mapping):
         return {"head_dtype": "float32"} | dict(given or {})
@@ -467,7 +467,7 @@ def float32_logits(given: object) -> object:
 
 
 def quantized(model: str, given: Mapping[str, Any]) -> bool:
-    """Return whether weights are quantized; vLLM then refuses another precision for an output layer that is quantized too."""
+    """Return whether weights are quantized. Then vLLM refuses another precision for an output layer that is quantized, too."""
     return bool(given.get("quantization") or _saved_config(model).get("quantization_config"))
 
 

@@ -40,13 +40,13 @@ REPETITION_PENALTIES = (0.01, 100.0)
 """Outside of this range, logits overflow to infinity and then to NaN."""
 
 GREATEST_BIAS = 100.0
-"""vLLM reduces larger ones silently."""
+"""vLLM silently reduces a larger bias."""
 
 HOLD_S = 0.1
-"""Most seconds for which the engine's process keeps tokens back from a reader that does not want them at once."""
+"""Maximum seconds for which the engine's process holds tokens back from a reader that does not want them at once."""
 
 HOLD_TOKENS = 64
-"""Most tokens of a sample that it keeps back."""
+"""Maximum number of tokens of a sample that it holds back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class TrackedRequest:
         internal_id: Its id in vLLM, which is unique.
         retired: Whether it was ended because its adapter was unloaded.
         released: Whether its caller has left.
-        held: Whether the engine's process may keep its tokens back.
+        held: Whether the engine's process may hold its tokens back.
     """
 
     request: GenerationRequest
@@ -79,7 +79,7 @@ class TrackedRequest:
         self._ended = [False] * len(self._states)
 
     async def result(self) -> GenerationResult:
-        """Wait for the end of all samples and return them. Raise what the engine raised."""
+        """Wait for the end of all samples and return them. Raise the engine's error."""
         self._final = await self._collector.get()
         return GenerationResult(
             self.request.request_id,
@@ -118,7 +118,7 @@ class TrackedRequest:
         )
 
     def watched(self, tokens: int) -> Callable[[], int]:
-        """Return a look for the engine's `Steps`: it wakes `wait` when a sample has so many new tokens."""
+        """Return a function for `Steps.watch` that wakes `wait` when a sample has `tokens` new tokens."""
 
         def look() -> int:
             if self.ended or self.released:
@@ -136,7 +136,7 @@ class TrackedRequest:
         return list(self._parts())
 
     def drop(self, index: int) -> str:
-        """Give no more of a sample. Return its id in vLLM."""
+        """Give no more tokens of a sample. Return its id in vLLM."""
         self._ended[index] = True
         return str(self._states[index].request_id)
 
@@ -147,7 +147,7 @@ class TrackedRequest:
             if self._ended[index]:
                 continue
             output = finals.get(index)
-            if output is None and self._parent is not None:  # it keeps the samples that ended before the others
+            if output is None and self._parent is not None:  # the parent keeps the samples that ended before the others
                 output = self._parent.output_aggregator[index]
             start, token_ids = self._given[index], state.detokenizer.output_token_ids
             end = self._given[index] = len(token_ids)
@@ -171,7 +171,7 @@ class TrackedRequest:
         if self.adapter is not None:
             return [VersionSpan(start, self.adapter.version)]
         starts = state.weight_version_starts
-        if starts and starts[-1][1] <= start:  # one version sampled the whole chunk, as it does nearly every chunk
+        if starts and starts[-1][1] <= start:  # one version sampled the whole chunk, which is nearly always so
             return [VersionSpan(start, _version(starts[-1][0]))]
         return spans_between([VersionSpan(first, _version(label)) for label, first in starts], start, end)
 
@@ -191,7 +191,7 @@ class TrackedRequest:
         )
 
     def _finish_reason(self, output: CompletionOutput) -> FinishReason:
-        """Return our finish reason for vLLM's; an unknown one is an error."""
+        """Return our finish reason for vLLM's. An unknown reason becomes an error."""
         aborted = FinishReason.VERSION_RETIRED if self.retired else FinishReason.ABORT
         known = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": aborted}
         return known.get(output.finish_reason, FinishReason.ERROR)
@@ -210,9 +210,9 @@ async def submit(
 
     Args:
         engine: The running engine.
-        request: What is asked.
+        request: The request.
         adapter: Its adapter; None for the weights alone.
-        params: How to sample; several samples share one `TrackedRequest`.
+        params: vLLM's sampling parameters. Several samples share one `TrackedRequest`.
         name: Unique among the requests in progress.
         salt: Part of the key of its entries in the prefix cache.
 
@@ -226,7 +226,7 @@ async def submit(
     try:
         collector = await engine.add_request(name, prompt, params, lora_request=lora, priority=request.priority)
     except BaseException:
-        await engine.abort(name)  # it may be registered although the call failed or was cancelled
+        await engine.abort(name)  # the request may be registered although the call failed or was cancelled
         raise
     processor = engine.output_processor
     if params.n == 1:
@@ -244,12 +244,12 @@ async def submit(
 def prime(
     detokenizer: BaseIncrementalDetokenizer, tokenizer: PreTrainedTokenizerBase, request: GenerationRequest
 ) -> None:
-    """Let vLLM find stop strings that begin in the tokens which a new request continues: it looks for those that end in new text.
+    """Let vLLM find stop strings that begin in the tokens that a new request continues. vLLM looks for stop strings that end in new text.
 
-    A character may be cut where the new tokens begin. vLLM's stream of text, which begins with the prompt, would give the
-    whole prompt as new text when the character is complete. It therefore begins before that character.
+    A character may be cut where the new tokens begin. vLLM's stream of text begins with the prompt, and would give the whole
+    prompt as new text when the character is complete. So begin the stream before that character.
     """
-    reach = 4 * max(map(len, request.sampling.stop)) + 16  # a token may be one byte of a character
+    reach = 4 * max(map(len, request.sampling.stop)) + 16  # a token may be a single byte of a character
     near = request.continued[-reach:]
     text, cut = tokenizer.decode(near, skip_special_tokens=True), 0
     while text.endswith("\ufffd") and cut < min(3, len(near)):
@@ -265,19 +265,19 @@ def prime(
 
 @functools.lru_cache(maxsize=64)
 def _version(label: str) -> Version:
-    """Return the version of a label. Few versions serve, but each chunk of each stream names one."""
+    """Return the version of a label. Cached, because each chunk of each stream has a label, but there are few versions."""
     return Version.parse(label)
 
 
 class LoadRecorder:
     """Keeps the last statistics of the scheduler, in place of vLLM's own loggers, and counts its steps.
 
-    Each engine reports after each step, also after one that computed a part of a long prompt and gave no token.
+    Each engine reports after each step, even after a step that computed a part of a long prompt and gave no token.
 
     Attributes:
         steps: Steps of all engines.
-        preemptions: Samples that lost their place in the KV cache and were computed again. vLLM reports them where its prefix
-            cache is enabled, as it is unless the engine arguments say otherwise.
+        preemptions: Samples that lost their place in the KV cache and were computed again. vLLM reports them only if its prefix
+        cache is enabled, which is its default.
     """
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class LoadRecorder:
         self.steps.advance()
 
     def expect_recomputation(self) -> None:
-        """Do not count the running samples as preempted when they are computed again: the engine's caller has cleared the cache."""
+        """Do not count the running samples as preempted when they are computed again, because the cache was cleared on purpose."""
         self._own = self.running
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
@@ -350,11 +350,11 @@ def sampling_params(
     End tokens become stop tokens, so that all of a model's end tokens count and not only the tokenizer's.
 
     Args:
-        request: What is asked.
+        request: The request.
         info: The model.
         has_tokenizer: Whether stop strings can be found.
-        hold: Whether the engine's process may keep tokens back; see `rollout_svc.engines.vllm.scheduler`. It never does where stop
-            strings have to be found, which vLLM does in its front end.
+        hold: Whether the engine's process may hold tokens back; see `rollout_svc.engines.vllm.scheduler`. It never does for requests
+        with stop strings, because vLLM finds these in its front end.
 
     Raises:
         ValueError: if this engine does not support the parameters.
@@ -420,7 +420,7 @@ def refusals() -> Iterator[None]:
 
 
 def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: bool) -> None:
-    """Refuse parameters that vLLM does not support, changes silently, or that kill its engine.
+    """Refuse parameters that vLLM does not support or silently changes, and parameters that kill its engine.
 
     Raises:
         ValueError: with the field.
@@ -454,7 +454,7 @@ def cut_at_nan(part: Sample) -> bool:
 
 
 def stop_string(output: CompletionOutput) -> str:
-    """Return the stop string that ended a sample; an empty one if a token did."""
+    """Return the stop string that ended a sample; empty if a token ended it."""
     return output.stop_reason if isinstance(output.stop_reason, str) else ""
 
 

@@ -1,12 +1,11 @@
-"""vLLM's scheduler, which keeps the tokens of a request back where their reader does not want them at once.
+"""vLLM's scheduler, which holds the tokens of a request back if their reader does not want them at once.
 
-vLLM sends what it has sampled after each step: for each sample an object with its new token and three arrays of log-probabilities.
-With a small model, writing and reading these messages takes a fifth of the CPU time of the service and some of the engine's. A
-stream that gives its tokens once in a second gets the same from a message each `HOLD_S`. vLLM imports this module in the process of
-its engine.
+vLLM sends its samples after each step: for each sample an object with its new token and three arrays of log-probabilities. With a
+small model, writing and reading these messages takes a fifth of the CPU time of the service, and some of the engine's. A stream that
+gives its tokens once per second needs only a message every `HOLD_S`. vLLM imports this module in the process of its engine.
 
-A sample's end, and what belongs to anything but its tokens, is sent at once, with the tokens that were kept back before it.
-A message names one version of the weights. vLLM changes it only while it is paused, and a pause sends everything first.
+The end of a sample, and any output other than tokens, is sent at once, together with the tokens held back before it. A message names
+one version of the weights. vLLM changes the version only while it is paused, and a pause sends everything first.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class HeldTokens:
-    """The outputs that wait, by client and request, in the order of their steps."""
+    """The outputs that are held back, by client and request, in the order of their steps."""
 
     def __init__(self) -> None:
         self._held: defaultdict[int, dict[str, list[EngineCoreOutput]]] = defaultdict(dict)
@@ -46,10 +45,10 @@ class HeldTokens:
         """Hold back those outputs of a step that may wait. Join the others with what was held back earlier.
 
         Args:
-            outputs: By client; changed in place. A client that has only held tokens gets an object of its own if they are sent.
-            interval: Returns at how many tokens those of a request are sent; 1: they do not wait.
-            everything: Whether to keep nothing back.
-            now: Monotonic seconds.
+            outputs: Outputs of the step by client; changed in place. If tokens are sent to a client without outputs, an entry is added.
+            interval: Returns after how many tokens the output of a request is sent. 1: after each.
+            everything: Whether to send everything now.
+            now: Monotonic time in seconds.
         """
         everything = everything or now >= self._send_at
         for client, message in outputs.items():
@@ -67,7 +66,7 @@ class HeldTokens:
 def _next(
     output: EngineCoreOutput, held: dict[str, list[EngineCoreOutput]], interval: Callable[[str], int]
 ) -> EngineCoreOutput | None:
-    """Return what is sent of a request now; None if it waits."""
+    """Return the output to send for a request now, or None to hold it back."""
     name = output.request_id
     waiting = held.get(name, [])
     waiting.append(output)
@@ -79,7 +78,7 @@ def _next(
 
 
 def _may_wait(output: EngineCoreOutput) -> bool:
-    """Return whether an output has nothing but tokens, and what `joined` keeps of each."""
+    """Return whether an output has only tokens and fields that `joined` preserves."""
     return (
         output.finish_reason is None
         and output.new_prompt_logprobs_tensors is None
@@ -109,7 +108,7 @@ def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def _joined_logprobs(parts: list[LogprobsLists]) -> LogprobsLists:
-    # The rows of a step are as wide as its most demanding request wants. Each request reads the first columns.
+    # The rows of a step have as many columns as its most demanding request wants. Each request reads the first columns.
     width = min(each.logprobs.shape[1] for each in parts)
     return LogprobsLists(
         np.concatenate([each.logprob_token_ids[:, :width] for each in parts]),
@@ -119,7 +118,7 @@ def _joined_logprobs(parts: list[LogprobsLists]) -> LogprobsLists:
 
 
 class HoldingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """vLLM's scheduler, which keeps tokens back."""
+    """vLLM's scheduler, extended to hold tokens back."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
         super().__init__(*args, **kwargs)
@@ -128,7 +127,7 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed fo
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Return what is sent after a step."""
+        """Return the outputs to send after a step."""
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         idle = scheduler_output.total_num_scheduled_tokens == 0
         paused = self.pause_state == PauseState.PAUSED_ALL
@@ -136,7 +135,7 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed fo
         return outputs
 
     def has_requests(self) -> bool:
-        """Return whether another step is needed: also one that only sends what was kept back."""
+        """Return whether another step is needed, even if only to send tokens that were held back."""
         return bool(self._held) or super().has_requests()
 
     def _interval(self, name: str) -> int:

@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 
 ALIVE_CHECK_S = 0.1
-"""Seconds between two checks whether the engine is alive during a call to it."""
+"""Seconds between two checks of whether the engine is alive, during a call to it."""
 
 PREPARE_CHECK_S = 0.002
 """Seconds between two checks of a build in the workers. Each check waits for the end of a step anyway."""
 
 LAST_CHECK = 0.9
-"""Part of the deadline after which a build is given up: the rest is for the reply to the last check, so that a slow build is
-not taken for an engine that hangs."""
+"""Part of the deadline after which a build is given up. The rest is for the reply to the last check, so that a slow build is
+not taken for a hanging engine."""
 
 COMPARE_S = 0.01
-"""Seconds of comparison between two steps; at least one part of a tensor is compared."""
+"""Seconds of comparison between two steps, in which at least one part of a tensor is compared."""
 
 SAMPLE_S = 0.02
 """Seconds between two comparisons, in which the engine samples."""
@@ -62,16 +62,16 @@ class HalfLoadedError(EngineError):
 
 
 class StepTimeoutError(HalfLoadedError, EngineTimeoutError):
-    """A call to the engine did not end by its deadline, and may still have an effect."""
+    """A call to the engine did not end by its deadline. It may still take effect later."""
 
 
 class VllmWeights:
     """The weights of a running vLLM, and the switch to another version.
 
     Args:
-        clear_cache: Whether the keys and values of requests in progress are computed again after a switch.
-        double_buffer: Whether a version is built beside the one that samples, if the workers can.
-        patch: Whether only the changed values are loaded on an accelerator, if the workers can.
+        clear_cache: Whether to compute the keys and values of requests in progress again after a switch.
+        double_buffer: Whether to build a version beside the one that samples, if the workers can.
+        patch: Whether to load only the changed values on an accelerator, if the workers can.
         deadline_s: Seconds for each of the three steps of a switch: prepare; pause and load; go back if that fails.
         clock: Time of these deadlines.
 
@@ -114,7 +114,7 @@ class VllmWeights:
         """Prepare, pause, load, label and resume. Requests in progress continue.
 
         Raises:
-            EngineError: if the version could not be loaded; the one before keeps serving.
+            EngineError: if the version could not be loaded; the previous version keeps serving.
             HalfLoadedError: if the model is in an unknown state; sampling stays paused.
         """
         end = self._end()
@@ -160,11 +160,12 @@ class VllmWeights:
         return time.perf_counter() - begun, copy_s
 
     async def _load(self, llm: AsyncLLM, files: WeightFiles, end: float) -> float:
-        """Load a version; try once more if it fails half-way and there is time for it.
+        """Load a version. If it fails half-way and there is time, try once more.
 
         Raises:
             EngineError: if the files were refused at once; the model is untouched.
-            HalfLoadedError: if the first attempt failed later, whatever became of the second: the model may hold parts of it.
+            HalfLoadedError: if the first attempt failed half-way and there was no successful second one: the model may hold parts of the
+                version.
         """
         begun = self._clock()
         try:
@@ -173,7 +174,7 @@ class VllmWeights:
             raise
         except HalfLoadedError as error:
             if left(end, self._clock) < self._clock() - begun:
-                raise  # a second attempt that passes the deadline would leave no way back
+                raise  # a second attempt beyond the deadline would leave no time to go back
             log.warning("update failed, trying again", version=str(files.version), error=str(error))
         try:
             return await load(llm, files, end, self._clock)
@@ -198,7 +199,7 @@ def left(end: float, clock: Clock) -> float:
 
 
 async def step(llm: AsyncLLM, name: str, work: Coroutine[Any, Any, T], deadline_s: float, clock: Clock = CLOCK) -> T:
-    """Wait for one call to the engine until a deadline. If its process dies, the call would never return.
+    """Wait for one call to the engine until a deadline. Check that its process is alive, because otherwise the call never returns.
 
     Raises:
         HalfLoadedError: if it takes too long (StepTimeoutError), vLLM fails or its process dies; the engine's state is
@@ -221,7 +222,7 @@ async def step(llm: AsyncLLM, name: str, work: Coroutine[Any, Any, T], deadline_
 
 
 async def check(llm: AsyncLLM, files: WeightFiles, end: float, clock: Clock) -> None:
-    """Let every worker check the files before any of them changes its model. `prepare` does that too.
+    """Let every worker check the files before any worker changes its model. `prepare` does that, too.
 
     Raises:
         EngineError: if a worker refuses them; nothing has changed.
@@ -237,7 +238,7 @@ async def prepare(llm: AsyncLLM, files: WeightFiles, end: float, clock: Clock, *
     """Let the workers build a version while they sample, if they can. Then `load` has little to do.
 
     Returns:
-        Seconds that the slowest worker took; 0 if it is not supported or failed, and `load` has to do it all.
+        Seconds that the slowest worker took. 0 if it failed or is not supported; then `load` does all the work.
 
     Raises:
         EngineError: if the files were refused; nothing has changed.
@@ -266,12 +267,12 @@ async def load(llm: AsyncLLM, files: WeightFiles, end: float, clock: Clock) -> f
 
     Args:
         llm: vLLM's ``AsyncLLM``, paused so that no step runs.
-        files: What to load.
+        files: The version to load.
         end: Time by which all calls must have ended.
-        clock: Of that time.
+        clock: Clock of that time.
 
     Returns:
-        Seconds that the copy took in the slowest worker that replies.
+        Seconds of the copy in the slowest worker that replies.
 
     Raises:
         EngineError: if the files were refused; the model is untouched.
@@ -294,11 +295,11 @@ async def load(llm: AsyncLLM, files: WeightFiles, end: float, clock: Clock) -> f
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
         tensors: Names of the tensors whose live values differ.
-        unchecked: Names of those whose form in the engine is unknown, such as quantised ones, by kind of layer.
+        unchecked: Names of tensors whose form in the engine is unknown, such as quantised ones, by kind of layer.
     """
 
     tensors: list[str]
@@ -308,7 +309,7 @@ class Difference:
 async def verify(llm: AsyncLLM, files: WeightFiles, share: float, deadline_s: float) -> Difference:
     """Compare the live weights of every worker with a version's files.
 
-    With several engines behind one front end (data parallel) only those of the first are known: vLLM gives no other's reply.
+    With several engines behind one front end (data parallel), only the first one's workers count: vLLM returns no other replies.
 
     Args:
         llm: vLLM's ``AsyncLLM``, sampling or not.
