@@ -65,7 +65,7 @@ def error_status(error: SluiceError) -> int:
 def error_response(
     error: SluiceError, *, status: int | None = None, body: Mapping[str, Any] | None = None
 ) -> JSONResponse:
-    """Return the HTTP response for an error. It has both `retry-after-ms`, which OpenAI's client prefers, and `retry-after`, in whole seconds.
+    """Return the HTTP response for an error. The time to retry is in `retry-after-ms`, which OpenAI's client prefers, and in `retry-after`.
 
     Args:
         error: The error.
