@@ -54,7 +54,7 @@ def _parser(*, converts: bool) -> argparse.ArgumentParser:
 
 
 def _converters() -> ModuleType:
-    """Import the package of the converters, which stands beside the product.
+    """Import the package of the converters, which is separate from `sluice`.
 
     Raises:
         ConfigError: if it is not installed.

@@ -24,7 +24,7 @@ END_S = 30.0
 """Seconds after the grace for the process to end: a replica stops its engine, a trainer its step."""
 
 LONGEST_S = 3600.0
-"""Seconds that a drain may take where the grace is the service's own."""
+"""Seconds that a drain may take if the service's own grace applies."""
 
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 

@@ -78,7 +78,7 @@ def _show(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class _Source:
-    """What the source of an environment says; nothing of it is imported, since its packages may be elsewhere."""
+    """Facts from the source of an environment. It is not imported, since its packages may not be installed here."""
 
     text: str
     arguments: str = ""

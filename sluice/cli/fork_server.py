@@ -23,25 +23,25 @@ from sluice.cli.main import main
 from sluice.config import load_service
 
 _DRIVERS = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")
-"""Devices of CUDA, of CUDA on WSL, and of ROCm. A process that has one open has initialised its GPU, which its forks cannot use."""
+"""Device files of CUDA, of CUDA on WSL, and of ROCm. A process that has one open has initialised a GPU, and its forks cannot use GPUs."""
 
 
 def serve(arguments: list[str]) -> int:
     """Fork the service for each request, one after the other, until the supervisor closes the socket.
 
     Returns:
-        The exit code of this process, or in a fork that of the service.
+        The exit code of this process, or in a fork the exit code of the service.
     """
     control = socket.socket(fileno=os.dup(0))
     _replace(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise the import of numpy starts threads
     with contextlib.suppress(Exception):  # the service imports it again, and reports what is wrong in its own log
         load_service(arguments[0])
-        importlib.import_module("sluice.config.sources")  # what each fork reads its settings by
+        importlib.import_module("sluice.config.sources")  # each fork reads its settings with it
     if len(list(Path("/proc/self/task").iterdir())) > 1 or _driver_is_open():
         control.sendall(b"cold\n")
         return 0
-    # Otherwise the garbage collector of each fork would write to all pages, which then were no longer shared.
+    # Otherwise the garbage collector of each fork would write to all pages, so that forks would no longer share them.
     gc.collect()
     gc.freeze()
     while True:

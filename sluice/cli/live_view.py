@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live panel on a terminal, plain lines elsewhere.
+"""The view of a running run: a live panel on a terminal, plain lines elsewhere.
 
 `RunProgress` and `RateLimit` know neither a clock nor a terminal.
 """
@@ -38,7 +38,7 @@ from sluice.watch.watch import Finding, Watch
 _REFRESH_S = 0.25
 _SPARK_WIDTH = 48
 _REASON_WIDTH = 56
-"""Characters that are shown of the reason why a replica gets no work; the log has all of it."""
+"""Most characters shown of the reason why a replica gets no work. The log has the whole reason."""
 
 _LOOK_S = 5.0
 """Seconds between two looks at the state of the run and of this machine."""
@@ -79,7 +79,7 @@ class RunView:
         live: Draw the panel; otherwise one line per step.
         verbose: Show every line of the children instead of warnings and errors.
         watch: Says what is wrong with the run.
-        run_dir: The run's directory, whose disk is watched; None: no disk is.
+        run_dir: The run's directory, whose disk is watched. None: watch no disk.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RunView:
             self.say(f"{child} serves")
 
     def on_event(self, event: orchestrator_pb2.RunEvent) -> None:
-        """Take over an event of the run; without a panel, print a line for each new step. Print what begins to be wrong."""
+        """Process an event of the run. Print new findings, and without a panel a line for each new step."""
         if not self.progress.apply(event):
             return
         if self._live is None:
@@ -144,7 +144,7 @@ class RunView:
     async def follow(self, target: str, security: SecurityConfig) -> None:
         """Show the run's events while the orchestrator serves, across restarts, until the run has succeeded.
 
-        The supervisor notices a run that fails for good; cancel this then.
+        Cancel this when the supervisor reports that the run failed for good.
         """
         while not self.progress.succeeded:
             if self._children.get("orchestrator") is ChildState.SERVING:
@@ -162,7 +162,7 @@ class RunView:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _keep_looking(self, orchestrator: OrchestratorClient) -> None:
-        """Look at the state of the run until cancelled. Its events say all but how its replicas and this machine are."""
+        """Read the state of the run at intervals until cancelled, because events do not show the state of replicas and of this machine."""
         while True:
             await asyncio.sleep(_LOOK_S)
             with contextlib.suppress(SluiceError):
@@ -199,7 +199,7 @@ def finding_style(broken: bool) -> str:
 
 
 def finding_lines(finding: Finding) -> list[Text]:
-    """Return what a finding says: what and since when, why it matters, what to do."""
+    """Return the lines of a finding: what is wrong and since when, why it matters, what to do."""
     style = finding_style(finding.broken)
     when = (
         f"since step {finding.since_step}" if finding.active else f"steps {finding.since_step} to {finding.until_step}"
@@ -272,8 +272,8 @@ def _rows(progress: RunProgress) -> Iterator[tuple[str, RenderableType]]:
 
 
 def _environments(load: orchestrator_pb2.LoadReport) -> Iterator[str]:
-    """Yield one line per environment that is not alone, or has something to say."""
-    # A group that replaces another one costs no share.
+    """Yield one line per environment if there are several, or if there is something to report about the only one."""
+    # A group that replaces another one does not count towards its environment's share.
     shared = [each.groups - each.groups_refilled for each in load.environments]
     for each, own in zip(load.environments, shared, strict=True):
         counts = {
@@ -310,7 +310,7 @@ class RunProgress:
     _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
     def describe(self, run: orchestrator_pb2.Run) -> None:
-        """Take over what GetRun answers."""
+        """Take over the answer of GetRun."""
         self.max_steps, self.max_staleness = run.max_steps, run.max_staleness
         self.applied = max(self.applied, run.step)
         self.state = STATES.get(run.state, self.state)
@@ -350,7 +350,7 @@ class RunProgress:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the run has done its last step. A failed one may continue: its orchestrator is started again."""
+        """Whether the run has done its last step. A failed run may still continue when its orchestrator is restarted."""
         return self.state == STATES[orchestrator_pb2.RUN_STATE_SUCCEEDED]
 
     def metric(self, name: str) -> float | None:
@@ -380,7 +380,7 @@ def _seconds(event: orchestrator_pb2.RunEvent) -> float:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Return values as a row of at most `width` blocks, each the mean of equally many values, scaled to their range."""
+    """Return values as a row of at most `width` blocks, scaled to their range. Each block is the mean of the same number of values."""
     if not values or width < 1:
         return ""
     size = -(-len(values) // width)
@@ -429,7 +429,7 @@ class RateLimit:
         self._current = ""
 
     def offer(self, kind: str, text: str, now: float) -> Sequence[str]:
-        """Return the lines to show now: the summaries of kinds that ended, and this line unless its kind was shown too often."""
+        """Return the lines to show now: summaries of kinds whose window has ended, and this line unless its kind was shown too often."""
         shown = [] if kind == self._current else self.flush(self._current)
         for over in [name for name, state in self._kinds.items() if now - state.last_at > WINDOW_S]:
             shown += self.flush(over)

@@ -181,7 +181,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], int] | None:
-    """Return what runs a command; None if there is no such command."""
+    """Return the function that runs a command; None if there is no such command."""
     if name in STEER:
         return partial(importlib.import_module("sluice.cli.steer").run, name)
     if name in PACKAGED:
@@ -204,7 +204,7 @@ def _signals_interrupt() -> Iterator[None]:
     owner = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a fork of a library, which the signal has to end as if nothing were here
+        if os.getpid() != owner:  # a library forked this process: the signal must end the fork by default
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -216,10 +216,10 @@ def _signals_interrupt() -> Iterator[None]:
         (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
     taken: list[signal.Signals] = []
-    # torchrun ends ranks that wait for each other in native code, where no handler of Python runs.
+    # torchrun ends ranks that wait for each other in native code, where Python's signal handlers do not run.
     of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if not of_torchrun and threading.current_thread() is threading.main_thread():
-        # One that is ignored, as under nohup, stays ignored.
+        # A signal that is ignored, as under nohup, stays ignored.
         taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
     for each in taken:
         signal.signal(each, interrupt)
@@ -248,8 +248,8 @@ def run_service(name: str, argv: list[str]) -> int:
     """Run a service, or under torchrun one rank of it, until SIGTERM or SIGINT. Only the first rank serves metrics.
 
     Returns:
-        0 after a clean stop, 1 after a failure, which is logged, 3 if the service gave up, 6 if another one that it needs never
-        served, 143 if a signal came before its work was done.
+        0 after a clean stop, 1 after a failure, which is logged, 3 if the service gave up, 6 if a peer never served, 143 if a signal came
+        before its work was done.
 
     Raises:
         BindError: if it cannot listen at its address.
@@ -287,7 +287,7 @@ def run_service(name: str, argv: list[str]) -> int:
             started = runner.run(_serve_until_signal(service, run, section))
         if not started:
             log.info("stopped while starting")
-            # A thread may still load the model, and one that is inside torch when the interpreter ends aborts the process.
+            # A thread may still be loading the model. If it is inside torch when the interpreter ends, it aborts the process.
             atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter runs at its exit; os._exit would leave it out
             sys.stdout.flush()
             sys.stderr.flush()
@@ -313,7 +313,7 @@ def run_service(name: str, argv: list[str]) -> int:
 
 
 def _begin_to_listen(name: str, server: ServerConfig, security: SecurityConfig) -> None:
-    """Serve metrics, and refuse ports that are taken before the service loads what takes long."""
+    """Serve metrics, and refuse ports that are taken, before the service loads anything slow."""
     from sluice.rpc.metrics_server import start_metrics_server
     from sluice.rpc.server import check_ports_free
 
@@ -323,7 +323,7 @@ def _begin_to_listen(name: str, server: ServerConfig, security: SecurityConfig) 
 
 
 async def _serve_until_signal(service: Service, run: RunConfig, section: Section) -> bool:
-    """Serve. Until the service handles signals itself, which it does once it has loaded, a signal cancels it.
+    """Serve. A signal cancels the service until it has loaded; from then on it handles signals itself.
 
     Returns:
         False if a signal came while the service was starting.
@@ -390,7 +390,7 @@ def _health(argv: list[str]) -> int:
     try:
         for text in asyncio.run(waits_of(target, security, arguments.timeout)):
             print(f"{target}: waits for {text}")
-    except grpc.aio.AioRpcError as error:  # health needs no token, this does
+    except grpc.aio.AioRpcError as error:  # unlike the health check, this call needs a token
         print(f"{target}: what it waits for is not known: {SluiceError.from_rpc(error)}", file=sys.stderr)
     return 0 if status == HealthCheckResponse.SERVING else EXIT_FAILURE
 

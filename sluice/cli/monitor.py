@@ -50,24 +50,25 @@ KEY_METRICS = (
     "time/step_s",
     "tokens/generated_per_s",
 )
-"""What the summary shows of a run's metrics; `--metrics` shows all."""
+"""Metrics that the summary shows; `--metrics` shows all."""
 
 EXIT_UNREACHED = 1
-"""Exit code if the run ended, or the time was over, before what `--until` names."""
+"""Exit code if the run ended, or the time was over, before the event that `--until` names."""
 
 _NOTIFY_S = 30.0
-"""Seconds for the command or the server that is told of a finding."""
+"""Deadline in seconds for the command or the server that is notified of a finding."""
 
 _SPARK_WIDTH = 32
 _TEXT_WIDTH = 600
-"""Characters that are shown of a prompt and of a completion."""
+"""Most characters shown of a prompt or a completion."""
 
 
 def run(argv: list[str]) -> int:
     """Run the command.
 
     Returns:
-        With `--once` 0 if nothing is wrong, 1 if somebody should look, 2 if the run is broken; with `--until` whether it came; else 0.
+        With `--once`: 0 if nothing is wrong, 1 if somebody should look, 2 if the run is broken. With `--until`: 0 if its event came,
+        otherwise 1. Otherwise 0.
 
     Raises:
         ConfigError: if there is no such run.
@@ -91,10 +92,10 @@ def run(argv: list[str]) -> int:
 
 
 def find_run(name: str | None, settings: Sequence[str]) -> RunConfig:
-    """Return the settings of a run: of one in the output directory by its name, or of a directory, or of the newest one.
+    """Return the settings of a run: `name` is a run in the output directory or a run's directory. None: the newest run.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no such run.
     """
     given = load_run(list(settings))
     if name is None:
@@ -160,7 +161,7 @@ def _ago(then: float) -> str:
 
 
 def _state(followed: FollowedRun) -> Mapping[str, object]:
-    """Return how a run stands, for programs."""
+    """Return the state of a run, for programs."""
     return {
         "run": followed.config.run,
         "directory": str(followed.config.run_dir),
@@ -200,14 +201,14 @@ def _print_once(followed: FollowedRun, options: argparse.Namespace, console: Con
 
 
 def headline(followed: FollowedRun) -> Text:
-    """Return one line about how a run stands."""
+    """Return one line about the state of a run."""
     error = f" ({followed.error})" if followed.error else ""
     text = f"{followed.config.run}: {followed.state}{error}, step {followed.step}/{followed.max_steps or '?'}: "
     return Text.assemble((text, "bold"), (_VERDICTS[followed.verdict], _STYLES[followed.verdict]))
 
 
 def _print_summary(followed: FollowedRun, options: argparse.Namespace, console: Console) -> None:
-    """Show metrics, findings and samples of a run, or those alone that the options name."""
+    """Show metrics, findings and samples of a run, or only those that the options name."""
     samples_alone = not options.metrics and (options.samples is not None or options.below is not None)
     if options.json:
         for line in _samples(followed, options) if samples_alone else map(_row_as_json, followed.rows):
@@ -231,7 +232,7 @@ def _row_as_json(row: Row | Evaluation) -> Mapping[str, object]:
 
 
 def metrics_table(rows: Sequence[Row], names: Iterable[str] | None = None) -> Table:
-    """Return the first and the last tenth of each metric and its course; None: of all metrics that the steps have."""
+    """Return a table with the means of the first and the last tenth of each metric, and its course. None: all metrics of the steps."""
     table = Table("metric", "first", "last", "mean", "course", title=f"{len(rows)} steps", title_justify="left")
     tenth = max(1, len(rows) // 10)
     known = dict.fromkeys(name for row in rows for name in row.values)
@@ -252,7 +253,7 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> Table:
 
 
 def _samples(followed: FollowedRun, options: argparse.Namespace) -> Iterable[Mapping[str, object]]:
-    """Yield the newest trajectories, of those below a reward if one is given."""
+    """Yield the newest trajectories; if the options have a reward, only trajectories below it."""
     left = options.samples or 3
     for each in followed.files.samples():
         reward = each.get("reward")
@@ -297,7 +298,7 @@ async def _attach(
     console: Console,
     notifier: Notifier,
 ) -> int:
-    """Show a run until it ends, or until what `--until` names."""
+    """Show a run until it ends, or until the event that `--until` names."""
     draws = console.is_terminal and not options.json and not options.plain
     end = time.monotonic() + options.within
     shown = list(past)[-1:] if not options.json else list(past)
@@ -327,7 +328,7 @@ async def _attach(
 
 
 class _NoLive:
-    """Stands for the panel where there is no terminal."""
+    """Stands in for the panel if there is no terminal."""
 
     def __enter__(self) -> _NoLive:
         return self
@@ -374,7 +375,7 @@ def _panel(followed: FollowedRun) -> RenderableType:
 
 
 def reached(until: str | None, followed: FollowedRun) -> bool:
-    """Return whether what `--until` names has come: a state, "ended", or "step=N"."""
+    """Return whether the event that `--until` names has come: a state, "ended", or "step=N"."""
     if until is None:
         return False
     if until.startswith("step="):
@@ -383,10 +384,10 @@ def reached(until: str | None, followed: FollowedRun) -> bool:
 
 
 class Notifier:
-    """Tells a command or a server of findings and of the end of a run. Its failures are printed and change nothing else.
+    """Notifies a command or a server of findings and of the end of a run. Failures are printed and have no other effect.
 
     Args:
-        target: A URL that takes a POST of JSON, or a command of the shell that reads JSON from stdin; None: nobody is told.
+        target: A URL that accepts a POST of JSON, or a shell command that reads JSON from stdin. None: notify nobody.
         run: The run's name.
     """
 
@@ -394,7 +395,7 @@ class Notifier:
         self._target, self._run = target, run
 
     async def send(self, event: str, told: Mapping[str, object]) -> None:
-        """Tell of an event and wait until it was taken, for a bounded time."""
+        """Notify of an event, and wait at most `_NOTIFY_S` seconds until the notification was accepted."""
         if self._target is None:
             return
         message = json.dumps({"run": self._run, "event": event, **told})
@@ -451,7 +452,7 @@ def _plot(config: RunConfig, directory: Path, console: Console) -> int:
 
 
 def _until(text: str) -> str:
-    """Check what `--until` names."""
+    """Check the value of `--until`."""
     state, _, number = text.partition("=")
     if (state == "step" and number.isascii() and number.isdigit()) or text in {
         "running",

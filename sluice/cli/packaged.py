@@ -9,12 +9,12 @@ import sluice
 from sluice.config import ConfigError, Options
 
 FOLDER = Path("examples")
-"""Where the commands of the pages look for the examples."""
+"""Folder in which the commands in the docs expect the examples."""
 
 _PACKAGE = Path(sluice.__file__).parent
 
 _MADE = shutil.ignore_patterns("__pycache__", "node_modules", "dist")
-"""What is made when an example runs."""
+"""Files that running an example creates."""
 
 
 def run(name: str, argv: list[str]) -> int:

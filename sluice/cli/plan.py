@@ -23,7 +23,7 @@ from sluice.plan.machines import add_machines_options, machines_of
 from sluice.plan.plan import COMPUTES, EXTRA, Part, Place, relay_flags
 
 Renderer = Callable[[Plan, RunConfig, Sequence[str], argparse.Namespace], None]
-"""Prints a plan; gets the settings that it was made of, the words that name them, and the flags."""
+"""Prints a plan. It gets the plan, the settings from which it was made, the words that name these settings, and the flags."""
 
 
 def run(argv: list[str]) -> int:
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 RENDEZVOUS, RANK = "FIRST_NODE:PORT", "NODE"
-"""What stands in a command for what the engine knows: the address of a part's first node, and the number of a node."""
+"""Placeholders in a command for values that the engine knows: the address of a part's first node, and the number of a node."""
 
 
 def commands(plan: Plan, settings: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -140,7 +140,7 @@ def commands(plan: Plan, settings: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def as_json(plan: Plan, settings: Sequence[str]) -> str:
-    """Return the plan as JSON; parts and places have the fields of the classes, parts also a ``command``."""
+    """Return the plan as JSON. Parts and places have the fields of their classes; parts also have a ``command``."""
     words = commands(plan, settings)
     whole = {each.name: getattr(plan, each.name) for each in fields(plan) if each.repr}
     whole["machines"] = [asdict(each) for each in plan.machines.each]

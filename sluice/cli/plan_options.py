@@ -72,7 +72,7 @@ def plan_with(
 
 
 Arranging = Callable[[RunConfig], tuple[RunConfig, Sequence[str]]]
-"""What `load_run` calls to decide how a run uses the devices of its machines: the settings and lines about the decisions."""
+"""Function with which `load_run` decides how a run uses the devices of its machines. Returns the settings and lines about the decisions."""
 
 
 def arranging(
@@ -83,14 +83,14 @@ def arranging(
     notes: list[str] | None = None,
     divide: bool = True,
 ) -> Arranging:
-    """Return what decides how the run uses the devices of the machines.
+    """Return the function that decides how the run uses the devices of the machines.
 
     Args:
-        options: Those of `add_plan_options`.
+        options: The options of `add_plan_options`.
         machines: Where the run starts.
-        flags: Gets the decisions as flags, for services that read the settings again.
-        notes: Gets the lines about them, for people.
-        divide: Whether the run may take all GPUs of the machines, and both sides the same one.
+        flags: Receives the decisions as flags, for services that read the settings again.
+        notes: Receives lines about the decisions, for people.
+        divide: Whether the run may take all GPUs of the machines, and whether both sides may use the same GPU.
     """
 
     def arranged(run: RunConfig) -> tuple[RunConfig, Sequence[str]]:

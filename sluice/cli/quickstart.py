@@ -56,11 +56,11 @@ _ROWS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What a quickstart trains on, and which model.
+    """The task of a quickstart, and its model.
 
     Attributes:
         run: Name of the run, and of its directory.
-        pretrained: The model to fetch; empty if one is made from scratch and warmed up on demonstrations.
+        pretrained: The model to fetch. Empty: make a model from scratch and warm it up on demonstrations.
         conversations: How many conversations the report shows, before and after.
     """
 
@@ -70,15 +70,15 @@ class Task:
 
 
 TASKS = {"reverse_text": Task("quickstart"), "sums": Task("sums", pretrained="smollm2-135m", conversations=10)}
-"""By the name of their directory in `examples`."""
+"""The tasks, by the names of their directories in `examples`."""
 
 
 @dataclass(frozen=True)
 class Quickstart:
-    """What to do where.
+    """A quickstart to run.
 
     Attributes:
-        example: Directory of the example: environment, settings, and demonstrations where there are any.
+        example: Directory of the example, with environment, settings, and demonstrations if there are any.
         seed: Seed of data, model and sampling; the held-out prompts stay the same.
     """
 
@@ -93,7 +93,7 @@ class Quickstart:
 
     @property
     def start(self) -> Path:
-        """The model that RL starts from: the pretrained one, or the one made from scratch after its warm-up."""
+        """The model from which RL starts: the pretrained model, or the one from scratch after its warm-up."""
         return Path("models") / self.task.pretrained if self.task.pretrained else self.directory / "warm"
 
     def conversations(self, name: str) -> Path:
@@ -121,7 +121,7 @@ def run(argv: list[str]) -> int:
         0 when the model is trained, 1 if a stage failed, 130 after Ctrl-C.
 
     Raises:
-        ConfigError: if the example is not there, or another process is at work in the directory.
+        ConfigError: if the example is missing, or another process uses the directory.
     """
     job = _job(_parser().parse_args(argv))
     console = Console()
@@ -146,10 +146,10 @@ def run(argv: list[str]) -> int:
 
 
 def make_room(directory: Path, console: Console) -> None:
-    """Move what an earlier quickstart left aside: nothing is overwritten.
+    """Move the files of an earlier quickstart to another place, so that nothing is overwritten.
 
     Raises:
-        ConfigError: if a process is at work there.
+        ConfigError: if another process uses the directory.
     """
     if not directory.exists() or not any(directory.iterdir()):
         return
@@ -217,11 +217,11 @@ class StageError(Exception):
 
 @dataclass
 class Stage:
-    """A stage that runs.
+    """A stage in progress.
 
     Attributes:
-        details: Texts that are printed at the end of its line.
-        note: Takes the last line of the program that does it.
+        details: Texts to print at the end of its line.
+        note: Receives the last line of output of the stage's program.
     """
 
     details: list[str] = field(default_factory=list)
@@ -242,7 +242,7 @@ class Stages:
         Args:
             name: Key of its seconds in `seconds`.
             title: What it does, for people.
-            quiet: Whether the stage prints nothing itself, so that its line can be printed at its end.
+            quiet: Whether the stage prints nothing itself, so that its line can be printed when it has ended.
         """
         self._number += 1
         label = f"[{self._number}/{self._count}] {title}"
@@ -265,13 +265,13 @@ class Stages:
 def run_quietly(
     argv: list[str], log: Path, environment: Mapping[str, str], note: Callable[[str], object] = lambda _: None
 ) -> str:
-    """Run the Python interpreter with further variables, its output appended to a file. A signal ends it and everything that it started.
+    """Run the Python interpreter with additional variables, and append its output to a file. A signal ends it and all its children.
 
     Args:
         argv: Arguments of the interpreter.
         log: The file.
         environment: The variables.
-        note: Takes each line of its output.
+        note: Receives each line of its output.
 
     Returns:
         The last line of its output.
@@ -293,7 +293,7 @@ def run_quietly(
 
 
 async def _at_once() -> None:
-    """Return: a program that serves nothing is ready at once."""
+    """Return at once: a program that serves nothing is ready immediately."""
 
 
 class _LastLine:
@@ -324,7 +324,7 @@ def _read_metrics(path: Path) -> dict[str, float]:
 
 
 def write_report(job: Quickstart, *, wall_s: float, stages: Mapping[str, float]) -> dict[str, Any]:
-    """Complete the orchestrator's report by what only the quickstart knows, plot the reward, and return the report."""
+    """Add to the orchestrator's report the facts that only the quickstart knows, plot the reward, and return the report."""
     path = job.directory / REPORT_FILE
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     before, after = (_read_metrics(job.directory / f"eval_{name}.json") for name in ("before", "after"))
@@ -390,7 +390,7 @@ def show_report(console: Console, job: Quickstart) -> None:
 
 
 def _program(name: str) -> str:
-    """Return how to call a program of this environment from here."""
+    """Return the command by which to call a program of this Python environment from the working directory."""
     path = Path(sys.executable).with_name(name)
     if shutil.which(name) == str(path):
         return name
@@ -398,7 +398,7 @@ def _program(name: str) -> str:
 
 
 def show_conversations(console: Console, before: Path, after: Path, count: int) -> None:
-    """Print what the model answered to the same prompts before and after, one sampled answer each."""
+    """Print one sampled answer of the model before and one after training, for each of the same prompts."""
     earlier, later = _first_sampled(before), _first_sampled(after)
     table = Table(title="the same prompts, sampled at T = 1", show_lines=True)
     for heading in ("prompt", "before RL", "after RL"):
@@ -453,7 +453,7 @@ def _job(options: argparse.Namespace) -> Quickstart:
 
 
 def _seen_in(steps: int | None, example: Path) -> tuple[str, ...]:
-    """Return the flag for as many demonstrations as these steps of the warm-up see; nothing to keep the example's number."""
+    """Return the flag for the number of demonstrations that a warm-up of `steps` steps uses; nothing to keep the example's number."""
     if steps is None:
         return ()
     settings = tomllib.loads((example / "sft.toml").read_text(encoding="utf-8"))

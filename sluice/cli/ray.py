@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from sluice.ray.driver import Running
 
 PLACE_S = 300.0
-"""Seconds that Ray may take to reserve what the run needs, unless a flag says otherwise: a node of an autoscaler starts in minutes."""
+"""Seconds that Ray may take to reserve the resources of the run, unless a flag says otherwise. An autoscaler starts a node in minutes."""
 
 CERTIFICATES = "certs"
 """Folder in the directory of the run, with the certificates of this start."""
 
 _BEYOND_LOOPBACK = "0.0.0.0"
-"""Stands for the address of a node, which is known later: what is exposed there needs the same protection."""
+"""Stands for the address of a node, which is not known yet, in checks of exposed addresses. Both need the same protection."""
 
 
 def run(argv: list[str]) -> int:
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
     needs_cluster = not (help_wanted or ("--dry-run" in settings and options.machines))
     with _connected(options.address) if needs_cluster else contextlib.nullcontext():
         machines = _machines(options) if needs_cluster or options.machines else Machines()
-        # This process decides what `auto` means, for nodes that may have GPUs where it has none.
+        # This process decides the values of `auto`, for nodes that may have GPUs although its own machine has none.
         assume_devices(max(machines.devices), machines.device_bytes)
         notes: list[str] = []
         config = load_run(
@@ -138,7 +138,7 @@ def _run(config: RunConfig, options: argparse.Namespace, machines: Machines, not
 
 
 def _certificates(config: RunConfig, directory: Path) -> Path | None:
-    """Make a folder of certificates for this start of the run; None if the settings name some, or want none."""
+    """Make a folder of certificates for this start of the run. Return None if the settings name certificates or disable them."""
     if config.security.tls_cert is not None or config.security.insecure:
         return None
     folder = directory / CERTIFICATES
@@ -160,7 +160,7 @@ async def _drive(running: Running, view: RunView, config: RunConfig) -> Outcome:
     follower: asyncio.Task[None] | None = None
 
     def on_peers(peers: PeersConfig) -> None:
-        """Write the settings with the addresses, for other commands, and follow the orchestrator at its own."""
+        """Write the settings with the addresses, for other commands, and follow the orchestrator at its address."""
         nonlocal follower
         write_settings(config.model_copy(update={"peers": peers}))
         if follower is not None:
@@ -179,7 +179,7 @@ async def _drive(running: Running, view: RunView, config: RunConfig) -> Outcome:
 
 
 def _check(config: RunConfig, plan: Plan, options: argparse.Namespace) -> list[str]:
-    """Refuse settings that would make a part fail, before any is placed; return the further lines of a dry run."""
+    """Refuse settings that would make a part fail, before any part is placed. Return further lines for a dry run."""
     if config.security.tls_cert is not None:  # otherwise certificates and principals are made
         check_exposure(ServerConfig(host=_BEYOND_LOOPBACK), config.security)
     notes = [*check_run(config, plan), *render(plan, options.pin).splitlines(), *filter(None, [left_over(plan)])]
@@ -192,12 +192,12 @@ def _connected(address: str) -> Iterator[None]:
     """Connect to a cluster while the block lasts.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no such cluster.
     """
     import ray  # noqa: PLC0415 - an extra
 
     try:
-        # Nothing of the run is printed by actors: the driver shows what they report.
+        # Actors print nothing about the run: the driver shows what they report.
         ray.init(address=address, log_to_driver=False, logging_level="warning", configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -211,7 +211,7 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def _machines(options: argparse.Namespace) -> Machines:
-    """Return the machines that the plan is made for: as given, or those that the cluster has; those with GPUs, if some have any."""
+    """Return the machines to plan for: those in the options, or the cluster's nodes. If some nodes have GPUs, only these."""
     if options.machines:
         return machines_of(options.machines, options.cores)
     if options.cores:
@@ -221,7 +221,7 @@ def _machines(options: argparse.Namespace) -> Machines:
     import ray  # noqa: PLC0415 - an extra
 
     alive = [each["Resources"] for each in ray.nodes() if each["Alive"]]
-    at_work = [each for each in alive if each.get("CPU", 0) >= 1]  # a head node often has none to give
+    at_work = [each for each in alive if each.get("CPU", 0) >= 1]  # a head node often offers no CPU
     nodes = [each for each in at_work if each.get("GPU", 0) >= 1] or at_work
     if not nodes:
         raise ConfigError(
@@ -239,7 +239,7 @@ def _absolute(config: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def _probe(directory: Path) -> Iterator[tuple[str, str]]:
-    """Write a file by which an actor finds out that it sees this directory; remove it at the end."""
+    """Write a file, by which an actor checks that it can see this directory. Remove the file at the end."""
     path, content = directory / ".seen-by-nodes", secrets.token_hex(16)
     path.write_text(content, encoding="utf-8")
     try:

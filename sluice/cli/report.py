@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
     if options.digest:
         print(f"metrics {metrics_digest(steps)}")
         digests = weight_digests(directory)
-        if digests:  # how many older versions are still there depends on when they were last swept
+        if digests:  # how many older versions still exist depends on when old versions were last deleted
             newest = max(digests, key=lambda name: Version.parse(name.removeprefix("v")))
             print(f"weights {newest} {digests[newest]}")
         return 0
@@ -87,10 +87,10 @@ def run(argv: list[str]) -> int:
 
 
 FILE_WIDTH = 140
-"""Columns of the tables where they are not written to a terminal: no name is cut."""
+"""Columns of the tables if they are not written to a terminal: wide enough that no name is cut."""
 
 MEASURED = re.compile(r"^time|^load/|_s$|_ms$|seconds|per_s|idle|memory|flops_util")
-"""Names of metrics that say how long something took or how much memory it needed, and differ between equal runs."""
+"""Names of metrics of time or memory. These differ between runs that are otherwise equal."""
 
 
 def metrics_digest(steps: Sequence[Step]) -> str:
@@ -111,7 +111,7 @@ def weight_digests(run_dir: Path) -> dict[str, str]:
 
 
 def finding_texts(report: Mapping[str, Any]) -> list[str]:
-    """Return what was wrong with a run at its end: what and since when, and what to do."""
+    """Return the findings at the end of a run: what was wrong, since when, and what to do."""
     return [
         f"{each['level'].upper()} {each['rule']} since step {each['since_step']}: {each['what']}. {each['remedy']}"
         for each in report.get("findings", ())
@@ -122,10 +122,10 @@ def finding_texts(report: Mapping[str, Any]) -> list[str]:
 def report_tables(report: Mapping[str, Any]) -> list[Table]:
     """Return tables about a run: the mix of its environments, their pools, the tasks in quarantine, what was lost and what was set aside.
 
-    There is none for a run with a single environment all of whose groups were accepted and trained.
+    The list is empty for a run with a single environment if all groups were accepted and trained.
     """
     environments = report.get("environments") or []
-    # A group that replaces another one costs no share.
+    # A group that replaces another one does not count towards its environment's share.
     shared = [each["groups"] - each["groups_refilled"] for each in environments]
     told = len(environments) > 1 or any(each["groups_refilled"] or each["groups_failed"] for each in environments)
     mix = _table("groups by environment", "environment", _MIX_HEADINGS)

@@ -57,11 +57,11 @@ from sluice.watch.estimate import estimate
 from sluice.watch.files import watch_of
 
 METRICS_SUFFIX = ".metrics_targets.json"
-"""Ends the name of the file that lists where the services of a live run serve their metrics, for `file_sd_configs` of Prometheus. It lies
-beside the run's directory, since Prometheus takes patterns of names but not of directories."""
+"""Suffix of the file that lists the metrics addresses of a live run's services, for `file_sd_configs` of Prometheus. The file lies next to
+the run's directory, since Prometheus accepts patterns of file names but not of directories."""
 
 _MOST_ATTEMPTS = 3
-"""Starts of a run whose ports are taken, one after the other, by other programs."""
+"""Most attempts to start a run if other programs take its ports."""
 
 EXIT_INTERRUPTED = 130
 EXIT_CODES = {Ending.SUCCEEDED: 0, Ending.STOPPED: EXIT_INTERRUPTED, Ending.FAILED: 1}
@@ -112,15 +112,15 @@ def run(argv: list[str]) -> int:
 
 
 def view_of(config: RunConfig, console: Console, *, live: bool, verbose: bool) -> RunView:
-    """Return the view of a run, which knows the steps that earlier processes of the run made."""
+    """Return the view of a run, with the steps that earlier processes of the run made."""
     return RunView(config.run, console, live=live, verbose=verbose, watch=watch_of(config), run_dir=config.run_dir)
 
 
 def _check(config: RunConfig, plan: Plan, *, resume: bool) -> list[str]:
-    """Make the checks of a run on this machine; return the further lines of a dry run.
+    """Make the checks of a run on this machine, and return further lines for a dry run.
 
     Raises:
-        ConfigError: if it would be refused.
+        ConfigError: if a check fails.
     """
     notes = [*check_run(config, plan), *_unused(plan, config), f"estimate: {estimate(config)}"]
     check_begins(config, resume=resume)
@@ -135,7 +135,7 @@ def _unused(plan: Plan, config: RunConfig) -> list[str]:
 def run_on_free_ports(
     plan: Plan, config: RunConfig, view: RunView, run_once: Callable[[Plan, RunConfig], Outcome]
 ) -> Outcome:
-    """Run a plan on ports that are free now, and again on others if another program takes one before its service listens there."""
+    """Run a plan on free ports. If another program takes a port before the service listens there, start again on other ports."""
     for attempts_left in reversed(range(_MOST_ATTEMPTS)):
         placed = on_free_ports(plan, config)
         outcome = run_once(placed, config.model_copy(update={"peers": local_peers(placed, config)}))
@@ -173,9 +173,9 @@ def _plan(config: RunConfig, options: argparse.Namespace) -> Plan:
 
 
 def check_run(config: RunConfig, plan: Plan | None = None) -> list[str]:
-    """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run.
+    """Refuse settings that would make a service fail, before any service is started. Return further lines for a dry run.
 
-    Without a `plan` it is the one that `sluice rl` makes without flags.
+    Without `plan`, check the plan that `sluice rl` makes without flags.
     """
     plan = plan or make_plan(config, this_machine(visible_devices(os.environ)))
     needed = sorted({each.service for each in plan.parts})
@@ -200,7 +200,7 @@ def fork(run: RunConfig, checkpoint: str, *, resume: bool) -> None:
     """Make the run's directory from a checkpoint of another run. With `resume`, a run that was forked before continues.
 
     Raises:
-        ConfigError: if that checkpoint is not whole, or the run exists and `resume` is False.
+        ConfigError: if that checkpoint is incomplete, or the run exists and `resume` is False.
     """
     if resume and (run.run_dir / JOURNAL_FILE).exists():
         return
@@ -256,13 +256,13 @@ def write_settings(run: RunConfig) -> Path:
 
 
 def metrics_file(run: RunConfig) -> Path:
-    """Return the file that names the services of a live run to Prometheus."""
+    """Return the path of the file with the metrics addresses of a live run, for Prometheus."""
     return run.output_dir / f"{run.run}{METRICS_SUFFIX}"
 
 
 @contextlib.contextmanager
 def listed_metrics(plan: Plan, run: RunConfig) -> Iterator[int]:
-    """List for Prometheus where the services serve metrics while the block lasts; give how many do."""
+    """While the block lasts, list the metrics addresses of the services for Prometheus. Yield their number."""
     path, targets = metrics_file(run), metrics_targets(plan, run)
     if targets:
         host_files.write_whole(path, json.dumps(targets, indent=1) + "\n")
@@ -274,9 +274,9 @@ def listed_metrics(plan: Plan, run: RunConfig) -> Iterator[int]:
 
 @contextlib.contextmanager
 def private_settings(config: RunConfig) -> Iterator[Path | None]:
-    """Write a settings file with the secrets, which only this user can read; None if there are no secrets.
+    """Write a settings file with the secrets, which only this user can read. Yield its path, or None if there are no secrets.
 
-    If the services have principals, one secret is made here: the token with which the orchestrator calls the replicas.
+    If the services have principals and no dispatcher's token is set, make the token with which the orchestrator calls the replicas.
     """
     security = config.security
     makes_token = security.dispatcher_token_file is None and not Access(security).open
@@ -302,9 +302,9 @@ def newest_checkpoint(directory: Path) -> str:
 
 
 def describe_finished(config: RunConfig) -> str:
-    """Return that a run has nothing left to do, for people; empty if `--resume` has to start it.
+    """Return a text for people that a run has nothing left to do; empty if `--resume` has to start it.
 
-    Something is left if the run did not succeed, the settings ask for more steps, or its last checkpoint is not there.
+    There is work left if the run did not succeed, the settings ask for more steps, or its last checkpoint is missing.
     """
     try:
         report = json.loads((config.run_dir / REPORT_FILE).read_text(encoding="utf-8"))

@@ -58,34 +58,34 @@ SETTINGS_FILE = "settings.toml"
 """The settings as they were submitted, with secrets."""
 
 MACHINES_FILE = "machines.toml"
-"""The machines that the job asks for, beside them."""
+"""File with the machines that the job requests, next to the settings."""
 
 CERTIFICATES = "certs"
-"""Folder beside them, with the certificates of the job's nodes."""
+"""Folder with the certificates of the job's nodes, next to the settings."""
 
 ROLES: Mapping[str, Role] = {
     "orchestrator": "admin",
     "trainer": "trainer",
-    "weightsync": "trainer",  # of a relay, which calls the weight service
+    "weightsync": "trainer",  # as a relay, which calls the weight service
     "rollout": "replica",
     "gateway": "gateway",
     "agents": "agent",
     "operator": "admin",
     "agent": "agent",
 }
-"""Role of each principal that is made for a job: of the services, of people's commands, and of agents outside of the job."""
+"""Role of each principal that is created for a job: services, commands of people, and agents outside of the job."""
 
 ANSWER_S = 60.0
 """Seconds that a program of Slurm gets to answer."""
 
 LOCK_WAIT_S = 120.0
-"""Seconds that a requeued job waits for processes of its last start on a lost node to give the run's directory free."""
+"""Seconds that a requeued job waits until processes of its last start, on a lost node, release the run's directory."""
 
 STOP_MARGIN_S = 15.0
-"""Seconds that a part gets beyond its drain: its step is found and signalled by programs that ask Slurm's controller."""
+"""Seconds that a part gets in addition to its drain, because finding and signalling its step requires calls to Slurm's controller."""
 
 REQUEUE_S = 120.0
-"""Seconds that Slurm gets to end this process after it has accepted to requeue the job."""
+"""Seconds that Slurm gets to end this process after it has agreed to requeue the job."""
 
 POLL_S = 1.0
 
@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
     """Submit a run, or run it inside of its job.
 
     Returns:
-        0 once the job is submitted. In the job as `sluice rl`.
+        0 once the job is submitted. Within the job: the same as `sluice rl`.
 
     Raises:
         ConfigError: if a setting is wrong, Slurm refuses the job, or the run exists and `--resume` is missing.
@@ -149,7 +149,7 @@ def submit(argv: list[str]) -> int:
 
 
 def job_of(config: RunConfig, plan: Plan, options: argparse.Namespace) -> Job:
-    """Return what the script of a run says. The job makes the same plan by its flags, and by what lies in its folder."""
+    """Return the contents of a run's script. From its flags and the files in its folder, the job makes the same plan again."""
     folder = config.run_dir.absolute() / FOLDER
     flags = [f"--machines={folder / MACHINES_FILE}", *plan_flags(options)]
     flags += [f"--{name}" for name in _SWITCHES if getattr(options, name.replace("-", "_"), False)]
@@ -200,7 +200,7 @@ def run_job(argv: list[str]) -> int:
 
 
 class _Requeue:
-    """Whether Slurm has said by SIGUSR1 that the job must end soon, so that it should stop now and run again later."""
+    """Whether Slurm has announced by SIGUSR1 that the job must end soon, so that it should stop now and be requeued."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -210,7 +210,7 @@ class _Requeue:
         self.asked = True
 
     def stop_when_asked(self) -> None:
-        """From now on, stop the run that is under way as Ctrl-C does."""
+        """From now on, stop the run in progress when SIGUSR1 comes, as Ctrl-C does."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._stop)
 
     def _stop(self) -> None:
@@ -236,7 +236,7 @@ class _Requeue:
 
 async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig, requeue: _Requeue) -> Outcome:
     requeue.stop_when_asked()
-    if requeue.asked:  # while the settings were read
+    if requeue.asked:  # SIGUSR1 came while the settings were read
         return Outcome(Ending.STOPPED)
     return await supervise(supervisor, view, config)
 
@@ -258,7 +258,7 @@ def _settings(options: argparse.Namespace, words: Sequence[str], notes: list[str
 
 
 def _machines(options: argparse.Namespace) -> Machines:
-    """Return the machines that the job asks for; without flags one that computes on its CPU."""
+    """Return the machines that the job requests; without flags, one machine that computes on its CPU."""
     return machines_of(options.machines or "0", options.cores)
 
 
@@ -276,7 +276,7 @@ def _summary(groups: Sequence[Group]) -> str:
 
 
 def _with_certificates(config: RunConfig, folder: Path, addresses: Sequence[str]) -> RunConfig:
-    """Return the settings with mutual TLS by certificates that name the nodes; leave own ones, and `--insecure`, as they are.
+    """Return the settings with mutual TLS, using certificates for the nodes. Settings with certificates or `--insecure` stay unchanged.
 
     Raises:
         ConfigError: if the files cannot be written.
@@ -291,7 +291,7 @@ def _with_certificates(config: RunConfig, folder: Path, addresses: Sequence[str]
 
 
 def _with_tokens(config: RunConfig, folder: Path) -> RunConfig:
-    """Return the settings with a principal for each service, whose tokens only this user may read; leave own ones as they are.
+    """Return the settings with a principal and a private token for each service. Settings that name principals stay unchanged.
 
     Raises:
         ConfigError: if the files cannot be written.
@@ -300,7 +300,7 @@ def _with_tokens(config: RunConfig, folder: Path) -> RunConfig:
     update: dict[str, object] = {}
     if Access(security).open:
         file = folder / "principals.toml"
-        file.unlink(missing_ok=True)  # those of the job's last start
+        file.unlink(missing_ok=True)  # left by the job's last start
         tokens = {name: folder / f"{name}.token" for name in ROLES}
         for name, role in ROLES.items():
             replace_private(tokens[name], add_token(file, name, role).encode())
@@ -316,7 +316,7 @@ def _with_tokens(config: RunConfig, folder: Path) -> RunConfig:
 def _children(
     plan: Plan, config: RunConfig, hosts: Sequence[Host], settings: Path, *, own_threads: bool
 ) -> list[ChildSpec]:
-    """Return the parts as children of a supervisor: each is an `srun`, and ends with its step."""
+    """Return the parts as children of a supervisor. Each child is an `srun`, and ends when its step ends."""
     specs = []
     for place in plan.places:
         part, host, name = plan.part(place.part), hosts[place.node], label(place)
@@ -356,10 +356,10 @@ def _expanded(listed: str) -> list[str]:
 
 
 def _address(node: str) -> str:
-    """Return the address that Slurm reaches a node at. It differs from the node's name where that cannot be resolved.
+    """Return the address at which Slurm reaches a node. It differs from the node's name if that cannot be resolved.
 
     Raises:
-        ConfigError: if Slurm does not know it.
+        ConfigError: if Slurm does not know the address.
     """
     shown = _ask("scontrol", "--oneliner", "show", "node", node)
     found = [word.removeprefix("NodeAddr=") for word in shown.split() if word.startswith("NodeAddr=")]
@@ -369,7 +369,7 @@ def _address(node: str) -> str:
 
 
 def _wait_for_lock(directory: Path) -> None:
-    """Wait until no process holds the run, at most `LOCK_WAIT_S`: those of the job's last start may still be ending."""
+    """Wait at most `LOCK_WAIT_S` until no process holds the run: processes of the job's last start may still be ending."""
     deadline = time.monotonic() + LOCK_WAIT_S
     while is_held(directory) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -379,7 +379,7 @@ def _ask(*words: str) -> str:
     """Run a program of Slurm, and return what it prints.
 
     Raises:
-        ConfigError: if it fails or does not answer; with what it says.
+        ConfigError: if it fails, with its output, or does not answer.
     """
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, check=False)  # noqa: S603 - our own words

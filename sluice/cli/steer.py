@@ -104,10 +104,10 @@ def _why_silent(name: str, config: RunConfig, error: SluiceError) -> str:
 
 
 def _settings_of(name: str, settings: list[str]) -> RunConfig:
-    """Return the settings of a run as its directory has them, with those of this command over them.
+    """Return the settings in a run's directory, overridden by those of this command.
 
     Raises:
-        ConfigError: if there is no such run here, and no address of its orchestrator is given either.
+        ConfigError: if there is no such run here and no address of its orchestrator is given.
     """
     given = load_run(settings)
     path = given.output_dir / name / CONFIG_FILE
@@ -187,7 +187,7 @@ def _values(words: list[str]) -> dict[str, str]:
     """Parse ``KEY=VALUE`` words.
 
     Raises:
-        ConfigError: if one is none, or a key comes twice.
+        ConfigError: if a word does not have this form, or a key comes twice.
     """
     values: dict[str, str] = {}
     for word in words:

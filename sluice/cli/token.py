@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 
 def _begin(path: Path) -> int:
-    """Open a new file that only its owner may read; a symbolic link is no new file."""
+    """Open a new file that only its owner may read. Refuse a symbolic link."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:

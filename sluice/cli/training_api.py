@@ -85,7 +85,7 @@ def _plan(config: RunConfig, options: argparse.Namespace) -> Plan:
 
 
 def _check(config: RunConfig, plan: Plan) -> list[str]:
-    """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run."""
+    """Refuse settings that would make a service fail, before any service is started. Return further lines for a dry run."""
     missing = sorted({each.service for each in plan.parts} - set(service_names()))
     if missing:
         raise ConfigError(
