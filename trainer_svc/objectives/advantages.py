@@ -1,7 +1,7 @@
 """Advantages that the trainer estimates before its epochs: those that need a critic's values or rewards per token.
 
-`sluice.advantages` has the estimators that need one reward per episode; the orchestrator runs them. The estimators here are pure
-functions of loss tokens: prompts, observations and padding do not exist for them. Every rank calls the functions that take `ranks`,
+`sluice.advantages` has the estimators that need one reward per episode; the orchestrator runs those. The estimators here are pure
+functions of loss tokens: prompts, observations and padding do not exist for them. Every rank calls the functions that take `ranks`
 with its own rows; they compute over the rows of all ranks.
 """
 
@@ -21,7 +21,7 @@ from trainer_svc.objectives.presets import kl_estimate
 from trainer_svc.parallel.mesh import ALONE, Ranks
 
 BATCH = "batch"
-"""The one group of values that are whitened over the whole batch."""
+"""Name of the single group when values are whitened over the whole batch."""
 
 
 def with_advantages(
@@ -34,11 +34,11 @@ def with_advantages(
     """Return the rows with the advantages (and for a critic the returns) of an estimator that the trainer runs.
 
     Args:
-        sequences: This rank's rows with what the estimator reads: `values` for gae, `reference_logprobs` if the KL is part
-            of the reward, `token_rewards` for process, `reward` for the others.
-        objective: What will be minimised; its estimator is one of `BATCH_ESTIMATORS`.
+        sequences: This rank's rows with the columns that the estimator reads: `values` for gae, `reference_logprobs` if the KL is
+            part of the reward, `token_rewards` for process, `reward` for the others.
+        objective: The objective that will be minimised; its estimator is one of `BATCH_ESTIMATORS`.
         bootstraps: For each row the critic's value of the state after its last token. gae reads it for truncated rows. None
-            takes the value of the last state that the row has.
+            means the value of the last state that the row has.
         ranks: All ranks that have a share of the batch.
 
     Raises:
@@ -66,10 +66,12 @@ def check_rewards(sequence: TrainingRow, objective: ResolvedObjective) -> None:
 
 
 def token_rewards(sequence: TrainingRow, objective: ResolvedObjective) -> PerToken:
-    """Return the reward at each loss token: the environment's, or the episode's at the last token; minus the KL in the reward.
+    """Return the reward at each loss token: the environment's token rewards, or the episode's reward at the last token.
 
-    The KL in the reward is `kl_coef` KL(o, ref) with the proximal policy o (the behaviour policy, unless o is recomputed),
-    never with the policy that is being trained.
+    If the KL is part of the reward, it is subtracted.
+
+    That KL is `kl_coef` KL(o, ref) with the proximal policy o (the behaviour policy, unless o is recomputed), never with the policy
+    that is being trained.
 
     Returns:
         float64, one per loss token.
@@ -151,10 +153,10 @@ def _process_rewards(sequence: TrainingRow) -> PerToken:
 
 
 def proximal_of(sequence: TrainingRow, objective: ResolvedObjective) -> PerSequenceToken:
-    """Return log o of a row: log b, unless a forward pass computes it.
+    """Return log o of a row: the result of a forward pass if the objective needs one, else log b.
 
     Raises:
-        ValueError: if that pass has not run.
+        ValueError: if the forward pass has not run.
     """
     if not objective.needs_proximal:
         return sequence.behaviour_logprobs
@@ -166,12 +168,12 @@ def proximal_of(sequence: TrainingRow, objective: ResolvedObjective) -> PerSeque
 
 
 def at_loss_tokens(sequence: TrainingRow, column: PerSequenceToken) -> PerToken:
-    """Return a column's values at the loss tokens, in float64."""
+    """Return the values of a column at the loss tokens, in float64."""
     return column[sequence.loss_mask].double()
 
 
 def with_column(sequences: Sequence[TrainingRow], name: str, values: Sequence[PerToken]) -> list[TrainingRow]:
-    """Return the rows with a column set at their loss tokens, 0 elsewhere, in the precision of their log-probabilities."""
+    """Return the rows with a column set at their loss tokens and 0 elsewhere, in the precision of their log-probabilities."""
     rows = []
     for sequence, each in zip(sequences, values, strict=True):
         column = torch.zeros_like(sequence.behaviour_logprobs)
@@ -193,7 +195,7 @@ def gae(
     Args:
         rewards: Reward at each sampled token.
         values: Value of the state before each sampled token.
-        bootstrap: V_{T+1}: 0 if the episode ended, the value of the last state if its length cut it off.
+        bootstrap: V_{T+1}: 0 if the episode ended, the value of the last state if a length limit cut it off.
         gamma: Discount per token.
         gae_lambda: Weight of longer returns.
 
@@ -209,11 +211,11 @@ def gae(
 def discounted_sum(values: PerToken, discount: float) -> PerToken:
     """Return x_t + discount x_{t+1} + discount^2 x_{t+2} + ... at each t, in float64.
 
-    A scan by doubling: from the sums over windows of n values, one addition makes those over windows of 2 n. It takes
-    log2(tokens) tensor operations. It divides by no power of the discount, so nothing overflows.
+    A scan by doubling: one addition turns the sums over windows of n values into the sums over windows of 2 n. The scan takes
+    log2(tokens) tensor operations. It never divides by a power of the discount, so nothing overflows.
 
     Args:
-        values: Any number of them.
+        values: The values x_t, any number of them.
         discount: Between 0 and 1.
     """
     sums = values.double().clone()
@@ -233,12 +235,13 @@ def turns_of(loss_mask: MaskOfSequence) -> torch.Tensor:
 
 
 def process_returns(rewards: PerToken, turns: torch.Tensor, *, turn_discount: float | None) -> PerToken:
-    """Return what each token is credited with: its own reward, or the rewards of its turn and of later turns.
+    """Return the credit of each token: its own reward, or the rewards of its turn and of later turns.
 
     Args:
-        rewards: Reward at each loss token; a turn's reward stands at any of its tokens.
+        rewards: Reward at each loss token; a turn's reward may be at any of its tokens.
         turns: Turn of each loss token, from 0.
-        turn_discount: d in R_k + d R_{k+1} + d^2 R_{k+2} + ..., for every token of turn k; None: no credit across tokens.
+        turn_discount: d in R_k + d R_{k+1} + d^2 R_{k+2} + ..., the credit of every token of turn k. None: a token's credit is its
+            own reward.
 
     Returns:
         float64, one per loss token.
@@ -257,8 +260,8 @@ def carried_back(rewards: PerSequenceToken, loss_mask: MaskOfSequence, kept: Mas
 
     Args:
         rewards: Reward at each loss token; other places are not read.
-        loss_mask: The loss tokens that the rewards belong to.
-        kept: The loss tokens that stay.
+        loss_mask: The loss tokens to which the rewards belong.
+        kept: The loss tokens that stay in the loss.
     """
     places = torch.arange(len(kept))
     heirs = torch.where(kept, places, -1).cummax(0).values
@@ -268,11 +271,11 @@ def carried_back(rewards: PerSequenceToken, loss_mask: MaskOfSequence, kept: Mas
 
 
 def whiten(values: Sequence[PerToken], groups: Sequence[str], ranks: Ranks = ALONE) -> list[PerToken]:
-    """Return (x - mean) / (std + 1e-6) over the tokens of each group; std is unbiased, a lone token gives 0.
+    """Return (x - mean) / (std + 1e-6) over the tokens of each group; std is unbiased, and a single token gives 0.
 
     Args:
-        values: The loss tokens of each of this rank's sequences.
-        groups: The group of each sequence; its other sequences may lie on other ranks.
+        values: The values at the loss tokens of each of this rank's sequences.
+        groups: The group of each sequence; other sequences of the group may lie on other ranks.
         ranks: All ranks that have a share of the batch.
 
     Returns:
@@ -281,7 +284,7 @@ def whiten(values: Sequence[PerToken], groups: Sequence[str], ranks: Ranks = ALO
     keys = [_key(group) for group in groups]
     sums = _group_totals(keys, [[float(len(each)), float(each.double().sum())] for each in values], 2, ranks)
     centred = [each.double() - sums[key][1] / sums[key][0] for each, key in zip(values, keys, strict=True)]
-    # A second pass, since a sum of squares would lose the spread of large values that are nearly equal.
+    # A second pass over the data: a plain sum of squares would lose the spread of large, nearly equal values.
     squares = _group_totals(keys, [[float(each.square().sum())] for each in centred], 1, ranks)
     whitened = []
     for each, key in zip(centred, keys, strict=True):
@@ -292,7 +295,7 @@ def whiten(values: Sequence[PerToken], groups: Sequence[str], ranks: Ranks = ALO
 
 
 def _key(group: str) -> float:
-    """Return a number for a group's name, the same on every rank and exact in float64."""
+    """Return a number for a group's name. It is the same on every rank and exact in float64."""
     return float(int.from_bytes(blake2b(group.encode(), digest_size=6).digest(), "big"))
 
 
@@ -323,7 +326,7 @@ def clipped_value_loss(
         value_clip: How far V may move in one update, in reward units; None: without limit.
 
     Returns:
-        The loss per token, and `value_clipped`: the number of tokens whose clipped error was the larger one.
+        The loss per token, and `value_clipped`: the number of tokens whose clipped error is the larger one of the two.
     """
     plain = (values - returns).square()
     if value_clip is None:

@@ -1,4 +1,4 @@
-"""`sluice objective --case case.json`: the loss and its gradient for numbers that the user gives. No torch here."""
+"""`sluice objective --case case.json`: the loss and its gradient for numbers that the user gives. This module imports no torch."""
 
 from __future__ import annotations
 

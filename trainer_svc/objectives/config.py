@@ -34,7 +34,7 @@ _BOUNDS = frozenset(name for correction in CORRECTIONS.values() for name in corr
 
 
 NARROW_BOUND = 5e-3
-"""A clip whose bounds are nearer to 1 than this clips bf16 rounding (8 bits of mantissa) alone."""
+"""A clip whose bounds are nearer to 1 than this clips mere bf16 rounding (8 bits of mantissa)."""
 
 
 class CorrectionConfig(Section):
@@ -175,9 +175,10 @@ class ResolvedObjective:
         name: The preset's name, or the import path of the user's own loss.
         parameters: Keyword arguments of the surrogate.
         other_parameters: Parameters that the term `kl_tau`, the selection of tokens or the critic reads.
-        advantage: The advantage estimator; "" if none is read.
-        estimator_parameters: Parameters of that estimator, if the trainer runs it.
-        correction: Name of f(rho), and `bounds` its bounds.
+        advantage: The advantage estimator; "" if the loss reads no advantages.
+        estimator_parameters: Parameters of the estimator, if the trainer runs it.
+        correction: Name of f(rho).
+        bounds: Bounds of f(rho).
         off_policy_mask: `correction.off_policy_sequence_mask`.
     """
 
@@ -206,7 +207,7 @@ class ResolvedObjective:
 
         Args:
             given: The settings that the user set.
-            correction: Those of the table `correction`.
+            correction: The settings that the user set in the table `correction`.
 
         Raises:
             ValueError: with the reason and the remedy, if settings contradict each other.
@@ -246,7 +247,7 @@ class ResolvedObjective:
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss is the user's own, named by an import path."""
+        """Whether the loss is a user's own function, named by its import path."""
         return ":" in self.name
 
     @property
@@ -261,7 +262,7 @@ class ResolvedObjective:
 
     @property
     def reward_reads_proximal(self) -> bool:
-        """Whether the advantages need log o, because the KL in the reward is that of o."""
+        """Whether the advantages need log o, because the reward contains the KL of o."""
         return self.needs_proximal and self.kl_coef > 0 and self.kl_where == "reward"
 
     @property
@@ -297,7 +298,7 @@ class ResolvedObjective:
 
     @property
     def runs_estimator(self) -> bool:
-        """Whether the trainer itself computes the advantages, before its epochs."""
+        """Whether the trainer computes the advantages, before its epochs."""
         return self.advantage in BATCH_ESTIMATORS
 
     @property
@@ -313,13 +314,13 @@ class ResolvedObjective:
 
     @property
     def vanishes_without_advantage(self) -> bool:
-        """Whether tokens of advantage 0 have neither loss nor gradient, so that they need no forward pass."""
+        """Whether tokens with advantage 0 have neither loss nor gradient, so that they need no forward pass."""
         return self.needs_behaviour and not self.is_own and self.loss_kl_coef == 0 and self.entropy_coef == 0
 
     def dead_clip(self, steps: int) -> str | None:
-        """Return what to do if the bounds of the ratio t / o have no effect, because t is o whenever a loss is computed.
+        """Return a warning with a remedy if the bounds of the ratio t / o have no effect, because t is o whenever a loss is computed.
 
-        A loss of the user's own may read o for another reason, and is not judged.
+        A user's own loss may read o for another reason, so it gets no warning.
 
         Args:
             steps: Optimizer steps that the trainer makes with each batch.
@@ -328,7 +329,7 @@ class ResolvedObjective:
             return None
         bounds = ", ".join(name for name, value in self.parameters.items() if value is not None)
         remedy = "set trainer.minibatches or trainer.epochs to 2 or more"
-        if not (self.selects_tokens or self.has_narrow_bounds):  # the first is refused, the second clips rounding
+        if not (self.selects_tokens or self.has_narrow_bounds):  # bypass: refused for the first, clips rounding for the second
             remedy += ", or proximal to bypass, without a correction, which clips the ratio to the policy that sampled"
         return (
             f"{bounds} of {self.name} have no effect: proximal = recompute compares with the policy before the batch, and the batch"
@@ -428,7 +429,7 @@ def _proximal_and_correction(
 ) -> tuple[Proximal, str]:
     """Return where log o comes from, and the name of the correction."""
     kind = correction.get("kind")
-    # The bounds of these masks are as narrow as bf16 noise. They make sense only for a recomputed o, so they imply it.
+    # The bounds of these masks are as narrow as bf16 noise. They make sense only for a recomputed o, so these masks imply recomputing.
     narrow = kind in ("geometric_mask", "k3_mask") and preset.anchor == "proximal"
     proximal: Proximal = given.get("proximal", "recompute" if narrow else preset.proximal)
     corrects = kind not in (None, "none")

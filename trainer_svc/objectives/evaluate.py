@@ -33,7 +33,7 @@ _COLUMNS = (
     *("values", "old_values", "returns", "token_rewards", "versions"),
 )
 _MAY_LACK = ("behaviour_logp", "ref_logp", "teacher_logp")
-"""A gap in these columns drops the token from the loss, as in training. A gap in any other column is an error."""
+"""In these columns a missing number drops the token from the loss, as in training. In any other column it is an error."""
 
 
 class CaseSequence(BaseModel):
@@ -210,7 +210,7 @@ def _explained(error: ValidationError) -> str:
 
 
 def _fields_beside(location: tuple[int | str, ...]) -> list[str]:
-    """Return the names that are allowed in place of an unknown one."""
+    """Return the names that are allowed where an unknown name was given."""
     tables: dict[object, type[BaseModel]] = {"sequences": CaseSequence, "correction": CorrectionConfig}
     if len(location) > 1:
         return list(tables[location[0]].model_fields)
@@ -228,7 +228,7 @@ def evaluate(case: Case) -> dict[str, Any]:
         `value_loss` and `value_grad` (shaped like `grad`) if there are values and returns.
 
     Raises:
-        ValueError: if the case lacks what its objective reads.
+        ValueError: if the case lacks numbers that its objective reads.
     """
     objective = Objective.of(case.objective())
     settings = objective.resolved
@@ -262,7 +262,7 @@ def evaluate(case: Case) -> dict[str, Any]:
 
 
 def _rows(case: Case, objective: Objective) -> list[TrainingRow]:
-    """Return the sequences as the trainer receives them, with advantages that need only rewards."""
+    """Return the sequences as the trainer receives them: advantages that need only rewards are computed already."""
     rows = [_row(each, index, objective) for index, each in enumerate(case.sequences)]
     settings = objective.resolved
     if settings.needs_behaviour and not case.gives_advantages and not settings.runs_estimator:
@@ -271,7 +271,7 @@ def _rows(case: Case, objective: Objective) -> list[TrainingRow]:
 
 
 def _prepared(case: Case, objective: Objective, rows: list[TrainingRow]) -> list[TrainingRow]:
-    """Return the rows with the facts about the whole batch, computed over the trainable tokens, as in the trainer."""
+    """Return the rows with columns that depend on the whole batch, computed over the trainable tokens as in the trainer."""
     settings = objective.resolved
     if settings.proximal == "loglinear":
         if case.version is None or any(each.versions is None for each in case.sequences):
@@ -287,7 +287,7 @@ def _prepared(case: Case, objective: Objective, rows: list[TrainingRow]) -> list
 
 
 def _row(case: CaseSequence, index: int, objective: Objective) -> TrainingRow:
-    """Return a training row. It has one token more, before the first one, because something must predict that."""
+    """Return a training row. It has one additional token at the start, because a token must predict the first one."""
     if objective.resolved.needs_behaviour and case.behaviour_logp is None:
         raise ValueError(f"sequences[{index}] has no behaviour_logp, which {objective.resolved.name} reads: add it")
     proximal = case.proximal_logp
@@ -328,7 +328,7 @@ def _estimated(case: Case, rows: list[TrainingRow], estimator: str) -> list[Trai
 
 
 def _value_loss(case: Case, objective: Objective, rows: list[TrainingRow]) -> dict[str, Any]:
-    """Return the critic's loss as a mean over the loss tokens, if the case has what it reads."""
+    """Return the critic's loss as a mean over the loss tokens, if the case has values and returns."""
     if not all(each.values is not None for each in case.sequences) or not all(row.returns is not None for row in rows):
         return {}
     masks = [row.loss_mask[1:] for row in rows]

@@ -1,4 +1,4 @@
-"""Objectives: the loss of a micro-batch, its divisor, which tokens are trained, its metrics, and the warnings that they call for.
+"""Objectives: the loss of a micro-batch, its divisor, which tokens are trained, its metrics, and warnings about these.
 
     loss of a token = surrogate(t, o, b, A) x f(rho) x masks + kl_tau (log t/b)^2 + kl_coef x KL(t, ref) - entropy_coef x entropy
 
@@ -38,7 +38,7 @@ from trainer_svc.objectives.presets import (
 )
 from trainer_svc.parallel.mesh import ALONE, Ranks
 
-if TYPE_CHECKING:  # it imports transformers, which takes seconds and which a loss does not need
+if TYPE_CHECKING:  # the module imports transformers, which takes seconds and is not needed for a loss
     from trainer_svc.engine.logprob import Entropy
 
 
@@ -59,14 +59,14 @@ class Objective:
         """Return the objective of these settings.
 
         Raises:
-            ValueError: if a loss of the user's own cannot be imported, or cannot be called with its `params`.
+            ValueError: if a user's own loss cannot be imported, or cannot be called with its `params`.
         """
         resolved = config.resolved
         return cls(resolved, resolved.preset.surrogate or _own_surrogate(resolved.name, resolved.parameters))
 
     @property
     def entropy(self) -> Entropy:
-        """How the entropy must be computed: with a gradient, or only for the report."""
+        """Whether the entropy must be computed with a gradient, or only for the report."""
         return "train" if self.resolved.entropy_coef > 0 else "measure"
 
     def contributes(self, sequence: TrainingRow) -> bool:
@@ -149,10 +149,10 @@ class Objective:
                 return batch.behaviour_logprobs + batch.proximal_share * (current - batch.behaviour_logprobs)
 
     def _per_token(self, terms: TokenTerms) -> tuple[PerToken, dict[str, Scalar]]:
-        """Return what the surrogate gives for each loss token, and its sums.
+        """Return the surrogate's loss of each token, and its sums.
 
         Raises:
-            ValueError: if it gives something else.
+            ValueError: if the surrogate returns anything else.
         """
         answer = self.surrogate(terms, **self.resolved.parameters)
         if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -184,7 +184,7 @@ class Objective:
 
 
 def _own_surrogate(name: str, parameters: Mapping[str, object]) -> Surrogate:
-    """Import the user's own loss, and check that it takes these parameters: at the start of the run, not in its first step.
+    """Import the user's own loss, and check that it takes these parameters. So a mistake shows at the start, not in the first step.
 
     Raises:
         ValueError: if it cannot be imported, or cannot be called with these parameters.
@@ -211,19 +211,19 @@ def _own_surrogate(name: str, parameters: Mapping[str, object]) -> Surrogate:
     return surrogate
 
 
-# Which tokens are trained, and what a token's loss needs to know of the whole batch.
+# Which tokens are trained, and which facts about the whole batch a token's loss needs.
 
 
 CAUSES = ("behaviour_not_finite", "advantage_not_finite", "reference_not_finite", "teacher_not_finite")
-"""Why a token leaves the loss. A token counts under its first cause."""
+"""Causes for which a token leaves the loss. A token is counted under its first cause."""
 
 
 def check_columns(sequences: Sequence[TrainingRow], objective: ResolvedObjective) -> None:
     """Refuse rows that a later step would refuse, before ranks wait for each other.
 
     Raises:
-        ValueError: if a row lacks its reward, the share that the log-linear form reads, or the log-probabilities of the reference
-            or of the teacher.
+        ValueError: if a row lacks a column that the objective reads: its reward, the share of the log-linear form, or the
+            log-probabilities of the reference or of the teacher.
     """
     for sequence in sequences:
         if objective.runs_estimator:
@@ -278,14 +278,14 @@ def keep_trainable(
 def with_batch_facts(
     sequences: Sequence[TrainingRow], objective: ResolvedObjective, staleness: Callable[[Version], int]
 ) -> list[TrainingRow]:
-    """Return the rows with what must be known about the whole batch before ranks share it out.
+    """Return the rows with the columns that have to be computed from the whole batch, before it is distributed over ranks.
 
     These are the number of loss tokens of the row's group and, for `proximal = loglinear`, `proximal_share`.
 
     Args:
         sequences: The whole batch, as `keep_trainable` returns it.
-        objective: What will be minimised.
-        staleness: Number of versions between the given one, which sampled, and the one that is trained.
+        objective: The objective that will be minimised.
+        staleness: Returns the number of versions between a version that sampled and the version that is trained.
     """
     rows = with_group_tokens(sequences)
     if objective.proximal != "loglinear":
@@ -294,7 +294,7 @@ def with_batch_facts(
 
 
 def with_group_tokens(sequences: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """Return the rows with the number of loss tokens of their group, unless they have it. A row without a group is its own."""
+    """Return the rows with the number of loss tokens of their group, if it is not set. Rows without a group stay as they are."""
     counts: Counter[str] = Counter()
     for sequence in sequences:
         counts[sequence.group_id] += sequence.loss_tokens
@@ -330,7 +330,7 @@ def _ages(sequence: TrainingRow, staleness: Callable[[Version], int]) -> torch.T
 
 
 def _loss_inputs(sequence: TrainingRow, objective: ResolvedObjective) -> dict[str, PerSequenceToken]:
-    """Return the columns that the objective reads and the row has, by the cause under which their gaps count."""
+    """Return the columns that the objective reads and the row has, by the cause under which their missing numbers are counted."""
     inputs: dict[str, PerSequenceToken] = {}
     if objective.needs_behaviour:
         inputs = {"behaviour_not_finite": sequence.behaviour_logprobs, "advantage_not_finite": sequence.advantages}
@@ -347,7 +347,7 @@ def _loss_inputs(sequence: TrainingRow, objective: ResolvedObjective) -> dict[st
 def with_selection(
     sequences: Sequence[TrainingRow], objective: ResolvedObjective, ranks: Ranks = ALONE
 ) -> list[TrainingRow]:
-    """Return the rows with the tokens marked that m2po keeps.
+    """Return the rows with `kept` set for the tokens that m2po keeps.
 
     Raises:
         ValueError: if a row has no proximal log-probabilities.
@@ -369,9 +369,9 @@ def keep_small_moments(
 ) -> list[MaskPerToken]:
     """Drop the tokens with the largest (log b - log o)^2 until the mean of the rest is below tau (M2PO, arXiv 2510.01161).
 
-    The mean is over the global batch and exact: every rank sees the values of all. Tokens with exactly the first dropped value
-    are dropped too, so that neither order nor ranks decide between equals. The tokens with the smallest value are always kept,
-    also where it is tau or more: a step without a token would train nothing.
+    The mean is exact over the global batch: every rank sees the values of all ranks. Tokens whose value equals the first dropped
+    value are dropped, too, so that the result does not depend on order or ranks. Tokens with the smallest value are always kept,
+    even if it is tau or more: a step without tokens would train nothing.
 
     Args:
         behaviour: log b of the loss tokens of each of this rank's sequences.
@@ -415,7 +415,7 @@ _GAP = ("gap_tokens", "weight", "weight_squared", "k3", "max_abs_log_difference"
 
 
 def _policy_gap(terms: TokenTerms) -> dict[str, Scalar]:
-    """Return how far the trainer's policy lies from the one that sampled, as sums over tokens; `max_...` are maxima."""
+    """Return the distance of the trainer's policy from the policy that sampled, as sums over tokens; `max_...` are maxima."""
     gap = log_difference(terms.current.detach(), terms.behaviour).double()
     weight = gap.exp()
     return {
@@ -437,12 +437,12 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step, from the sums that `Objective.loss` gave.
 
     Returns:
-        Only what was measured. `mismatch_kl` and `max_abs_log_difference` (nats, trainer against engine),
-        `effective_sample_size` (share of the tokens) and `chi_square` of the weights t / b, and the last two of o / b with
-        the prefix `correction_`; `entropy`, `kl`, `teacher_kl` (mean, in nats); as shares of the loss tokens
-        `clip_fraction_low` and `_high`, `dual_clip_fraction`, `truncate_fraction`, `mask_fraction_low` and `_high`, the same
-        of the correction (`correction_...`), `veto_fraction`, `off_policy_mask_fraction`, `deselect_fraction`; and the mean
-        of each sum that the user's own loss gave, under its name.
+        Only metrics that were measured: `mismatch_kl` and `max_abs_log_difference` (nats, trainer against engine);
+        `effective_sample_size` (share of the tokens) and `chi_square` of the weights t / b, and of o / b with the prefix
+        `correction_`; `entropy`, `kl`, `teacher_kl` (mean, in nats); as shares of the loss tokens `clip_fraction_low` and `_high`,
+        `dual_clip_fraction`, `truncate_fraction`, `mask_fraction_low` and `_high`, the same for the correction (`correction_...`),
+        `veto_fraction`, `off_policy_mask_fraction`, `deselect_fraction`; and the mean of each sum that the user's own loss
+        returned, under its name.
     """
     done: dict[str, float] = {}
     tokens = sums.get("gap_tokens", 0.0)
@@ -464,10 +464,10 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 SAME_ESTIMATOR = {"centered": "dr_grpo"}
-"""Two names of one estimator."""
+"""Estimators that have a second name."""
 
 MISMATCH_BOUNDS = {"float32": 1e-5, "bfloat16": 4e-3}
-"""Largest `mismatch_kl` at staleness 0, in nats a token, that rounding explains, by the precision of the forward pass.
+"""Largest `mismatch_kl` at staleness 0, in nats per token, that rounding can explain, by the precision of the forward pass.
 
 Measured with vLLM on a CPU: float32 1e-12; bfloat16 1e-4 for the small model of the quickstart, 1e-3 for SmolLM2-135M.
 """
@@ -479,7 +479,7 @@ def mismatch_warning(measured: Mapping[str, float], *, staleness: int, sampled: 
     Args:
         measured: Metrics of a step, with its `mismatch_kl`.
         staleness: The largest age of a trained token, in versions. Above 0 the policies differ on purpose.
-        sampled: Precision of the engine's weights; empty if it is not known.
+        sampled: Precision of the engine's weights; empty if unknown.
         computed: Precision of the trainer's forward pass.
     """
     mismatch = measured.get("mismatch_kl", 0.0)
@@ -504,9 +504,9 @@ def bypass_warning(
     """Return a warning if the ratio is clipped to bounds as narrow as rounding, in the bypass form.
 
     Args:
-        objective: What is minimised.
+        objective: The objective that is minimised.
         measured: Metrics of a step.
-        bf16: Whether engine or trainer compute in bfloat16.
+        bf16: Whether engine or trainer computes in bfloat16.
         staleness: The largest age of a trained token, in versions.
     """
     if objective.decoupled or not objective.has_narrow_bounds or not (bf16 or staleness > 0):
@@ -520,7 +520,10 @@ def bypass_warning(
 
 
 def estimator_warning(objective: ResolvedObjective, estimator: str) -> str | None:
-    """Return a warning if a batch names another estimator than the preset was published with; empty: it names none."""
+    """Return a warning if a batch names another estimator than the one that the preset was published with.
+
+    If `estimator` is empty, the batch names none.
+    """
     published = objective.preset.advantage
     if not estimator or not published or objective.is_own or objective.runs_estimator:
         return None
@@ -532,12 +535,12 @@ def estimator_warning(objective: ResolvedObjective, estimator: str) -> str | Non
     )
 
 
-# Several objectives in one batch: each trajectory is trained by the one that it names.
+# Several objectives in one batch: each trajectory is trained with the objective that it names.
 #
 #     loss = sum over objectives of (sum of the losses of its trajectories' tokens / its own divisor over the whole batch)
 #
-# So the gradient is the sum of those that each objective would give for its own trajectories alone. Neither packing, nor ranks, nor the
-# other objectives of the batch change an objective's part.
+# So the gradient is the sum of the gradients that each objective would have with only its own trajectories. An objective's part does
+# not depend on packing, on the number of ranks, or on the other objectives of the batch.
 
 _PER_TOKEN = ("behaviour_logprobs", "advantages", "sequence_tokens", "group_tokens", *OPTIONAL_COLUMNS)
 """Columns of a micro-batch that a loss reads."""
@@ -546,7 +549,7 @@ _PER_TOKEN = ("behaviour_logprobs", "advantages", "sequence_tokens", "group_toke
 def among(
     rows: Sequence[TrainingRow], names: Collection[str], work: Callable[[list[TrainingRow]], list[TrainingRow]]
 ) -> list[TrainingRow]:
-    """Replace the rows of some objectives by what `work` makes of them. It is called on every rank, also without rows."""
+    """Replace the rows of some objectives by the result of `work` on them. `work` is called on every rank, even without rows."""
     places = [place for place, row in enumerate(rows) if row.objective in names]
     changed = list(rows)
     for place, row in zip(places, work([rows[place] for place in places]), strict=True):
@@ -555,9 +558,9 @@ def among(
 
 
 def with_common_columns(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """Give all rows the optional columns that any of them has, so that they can share micro-batches.
+    """Give all rows the optional columns that any row has, so that they can share micro-batches.
 
-    What is filled in belongs to objectives that do not read the column.
+    A column is only filled in for rows whose objective does not read it.
     """
     missing = {name for name in OPTIONAL_COLUMNS if len({getattr(each, name) is None for each in rows}) > 1}
     return [
@@ -601,7 +604,7 @@ def mixed(
 
 
 def _of(name: str, outputs: Outputs, batch: MicroBatch) -> tuple[Outputs, MicroBatch]:
-    """Return the loss tokens of one objective's sequences, as a loss reads them."""
+    """Return outputs and micro-batch with only the loss tokens of one objective's sequences."""
     counts = np.array([each.loss_tokens for each in batch.sequences])
     members = np.array([each.objective == name for each in batch.sequences])
     device = outputs.main.device

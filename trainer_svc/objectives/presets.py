@@ -1,8 +1,8 @@
-"""The presets: what a loss reads about its tokens, the losses per token, the terms that all losses share, and the table.
+"""The presets: the inputs of a loss, the losses per token, the terms that all losses share, and the table.
 
-To add a preset, add its loss below (unless one fits) and a row to `PRESETS`, and to `ObjectiveConfig` a field for each parameter
-that is new. Everything here is a pure function of the loss tokens; docs/objectives.md explains the letters. Only methods of
-tensors are called, because `--help` reads the table without torch.
+To add a preset, add its loss below (unless an existing one fits) and a row to `PRESETS`. Add a field to `ObjectiveConfig` for each
+new parameter. Everything here is a pure function of the loss tokens; docs/objectives.md explains the letters. The code only calls
+methods of tensors and does not import torch, because `--help` reads the table.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from trainer_svc.batch.shapes import Indices, MaskPerToken, PerToken, Scalar
 
 MAX_LOG_DIFFERENCE = 20.0
-"""Nats. e^20 is far beyond every clip of a ratio. Without this clamp `exp` would overflow."""
+"""Clamp in nats. e^20 is far beyond every clip of a ratio. Without the clamp `exp` would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTerms:
-    """What a loss reads about the loss tokens of one micro-batch. A sequence never lies in two micro-batches.
+    """The inputs of a loss: columns of the loss tokens of one micro-batch. A sequence never lies in two micro-batches.
 
     Attributes:
         current: log t; only this column and `entropy` carry a gradient.
@@ -35,7 +35,7 @@ class TokenTerms:
         owners: Index of the sequence of each token, within the micro-batch.
         sequences: Number of sequences in the micro-batch.
         factors: The aggregation's factor for each token's loss.
-        reference: Log-probability under the frozen reference policy; None if unknown.
+        reference: Log-probability under the frozen reference policy (log ref); None if unknown.
         teacher: Log-probability under a teacher; None if unknown.
         entropy: Entropy of the current policy at each token, in nats; None if it was not computed.
         kept: False drops a token from the numerator of the loss.
@@ -71,7 +71,7 @@ def log_difference(minuend: PerToken, subtrahend: PerToken) -> PerToken:
 
 
 TokenLosses: TypeAlias = "tuple[PerToken, dict[str, Scalar]]"
-"""The loss of every token, to be minimised, and sums over tokens for the report: what a clip, truncation or mask did."""
+"""The loss of every token, to be minimised, and sums over tokens for the report: how many a clip, truncation or mask affected."""
 
 Surrogate: TypeAlias = Callable[..., TokenLosses]
 """`(terms, **parameters) -> (loss per token, sums)`; the names of the sums must not depend on the data."""
@@ -85,7 +85,7 @@ def truncated_importance(terms: TokenTerms, *, delta: float) -> TokenLosses:
 
 
 def capped_importance(terms: TokenTerms, *, cap: float) -> TokenLosses:
-    """-min(sg(q), cap) A log t: `truncated_importance` under the parameter name of RLOO and OPO."""
+    """-min(sg(q), cap) A log t: `truncated_importance` with the parameter name that RLOO and OPO use."""
     return truncated_importance(terms, delta=cap)
 
 
@@ -159,8 +159,8 @@ def _masked(terms: TokenTerms, below: MaskPerToken, above: MaskPerToken) -> Toke
 def pull_to_behaviour(terms: TokenTerms) -> PerToken:
     """Return (log t - log b)^2 where A is not 0, else 0: it pulls towards the policy that sampled (Kimi K2.5, arXiv 2602.02276).
 
-    Tokens that a mask drops have it, too. It is not clamped, since a clamp has no gradient at far tokens. Without an advantage a
-    token has no pull, as in PRIME-RL, so that a row of such tokens still needs no forward pass.
+    Tokens that a mask drops have this term, too. It is not clamped, because a clamp has no gradient for tokens beyond it. As in
+    PRIME-RL, a token with advantage 0 has no such term, so that a row of such tokens still needs no forward pass.
     """
     return (terms.current - terms.behaviour).square().where(terms.advantages != 0, 0.0)
 
@@ -204,7 +204,7 @@ def _log_rho(terms: TokenTerms) -> PerToken:
 
 
 def _sequence_rho(terms: TokenTerms) -> PerToken:
-    """Return at each token the product of rho over its sequence; its logarithm is clamped like that of one token."""
+    """Return at each token the product of rho over its sequence. The product's logarithm is clamped like a single token's."""
     return terms.sequence_sum(_log_rho(terms)).clamp(-MAX_LOG_DIFFERENCE, MAX_LOG_DIFFERENCE).exp()
 
 
@@ -283,7 +283,7 @@ CORRECTIONS: Mapping[str, Correction] = MappingProxyType(
 )
 
 
-# Masks of whole sequences. They take tokens out of the numerator of the loss only.
+# Masks of whole sequences. They take tokens out of the numerator of the loss, not out of the divisor.
 
 
 def veto(terms: TokenTerms, threshold: float) -> TokenWeights:
@@ -294,7 +294,7 @@ def veto(terms: TokenTerms, threshold: float) -> TokenWeights:
 
 
 def off_policy_sequence_mask(terms: TokenTerms, threshold: float) -> TokenWeights:
-    """0 for tokens with A < 0 in sequences with mean(log b - log t) > threshold, else 1: what was bad and is already rare."""
+    """0 for tokens with A < 0 in sequences with mean(log b - log t) > threshold, else 1. It masks bad samples that are already rare."""
     drift = terms.sequence_mean(log_difference(terms.behaviour, terms.current.detach()))
     dropped = (terms.advantages < 0) & (drift > threshold)
     return (~dropped).to(drift.dtype), {"off_policy_masked": dropped.sum()}
@@ -307,7 +307,7 @@ def off_policy_sequence_mask(terms: TokenTerms, threshold: float) -> TokenWeight
 KlKind = Literal["k1", "k2", "k3"]
 
 MAX_KL = 10.0
-"""Nats per token. Keeps one token that the reference finds impossible from dominating the rewards of a batch."""
+"""Clamp in nats per token. It keeps one token that the reference finds impossible from dominating the rewards of a batch."""
 
 LINEAR_BELOW = -3.0
 """Nats. Below this x the k3 loss is linear: its gradient stays e^3 - 1 = 19.1 per nat instead of growing like exp(-x)."""
@@ -327,13 +327,13 @@ def kl_estimate(kind: KlKind, current: PerToken, reference: PerToken) -> PerToke
 
 
 def kl_loss(kind: KlKind, current: PerToken, reference: PerToken) -> PerToken:
-    """Return the estimate per token as a term of the loss. It is not clamped, since a clamp has no gradient at far tokens.
+    """Return the estimate per token as a term of the loss. It is not clamped, because a clamp has no gradient for tokens beyond it.
 
     k3 continues linearly below x = -3: k3(x) = k3(-3) - (e^3 - 1)(x + 3). A policy that has fallen far below the reference is
     thus still pulled back, with a bounded gradient.
 
     Raises:
-        ValueError: for k1. Its gradient is that of log t, whose mean over the policy's own samples is zero.
+        ValueError: for k1. Its gradient is the gradient of log t, whose mean over the policy's own samples is zero.
     """
     x = current - reference
     match kind:
@@ -349,7 +349,7 @@ def kl_loss(kind: KlKind, current: PerToken, reference: PerToken) -> PerToken:
             return (-bounded).exp() - 1 + bounded + (1 - math.exp(-LINEAR_BELOW)) * (x - bounded)
 
 
-# Aggregation: a factor per token, and a divisor that depends on counts over the whole batch only.
+# Aggregation: a factor per token, and a divisor that depends only on counts over the whole batch.
 #
 # | aggregation | factor of a token | divisor |
 # |---|---|---|
@@ -379,7 +379,7 @@ def divisor(aggregation: Aggregation, sequences: Sequence[TrainingRow], max_toke
     Args:
         aggregation: How token losses become one number.
         sequences: Any part of the batch; the shares of disjoint parts add up.
-        max_tokens: Read by `constant`.
+        max_tokens: Longest completion in tokens; read only by `constant`.
 
     Raises:
         ValueError: if `constant` lacks `max_tokens`.
@@ -419,7 +419,7 @@ class Preset:
 
     Attributes:
         surrogate: The loss per token; None: the user's own, which the setting `preset` names.
-        advantage: The advantage estimator that it was published with; "" if it reads no advantages.
+        advantage: The advantage estimator with which the objective was published; "" if it reads no advantages.
         anchor: What the ratio divides by: `proximal` (r = t / o), `behaviour` (q = t / b, which is its own correction), or
             `none` if there is no ratio.
         aggregation: How token losses become one number.
@@ -461,7 +461,7 @@ class Preset:
 _CLIP: Parameters = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
 
 _PULL: Parameters = {"kl_tau": 0.0}
-"""Off: a preset is named after its mask, and the papers of these masks have no such term. PRIME-RL adds it with 1e-3."""
+"""Off by default: these presets are named after their masks, and the papers of the masks have no such term. PRIME-RL adds it with 1e-3."""
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
@@ -503,7 +503,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             parameters={"low": 0.2, "high": 0.2},
             other_parameters=_PULL,
         ),
-        # dppo with a bound that ignores the sign of A
+        # like dppo, with a bound that ignores the sign of A
         "ipo_mask": Preset(
             distance_masked, "centered", anchor="behaviour", parameters={"threshold": 0.1}, other_parameters=_PULL
         ),

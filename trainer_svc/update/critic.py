@@ -1,4 +1,4 @@
-"""The critic of PPO, with its own network or on the policy's: its loss, its values, and how good they are."""
+"""The critic of PPO, with its own network or as a head on the policy's: its loss, its values, and how good these are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.mesh import ALONE, Ranks
 
 CRITIC = "critic/"
-"""Prefix of the names of everything that is reported about the critic."""
+"""Prefix of the names of all metrics about the critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Critic:
     """A network with a value head, and how it learns.
 
     Attributes:
-        engine: A model of its own with head "value", or the policy's with head "both".
+        engine: The engine of a separate model with head "value", or the policy's engine with head "both".
         value_clip: How far a value may move in one update, in reward units; None: no bound.
-        shared_coef: Weight of the value loss beside the policy's, if they share a network.
+        shared_coef: Weight of the value loss relative to the policy's loss, if they share a network.
         freeze_policy_steps: Optimizer steps that a critic with its own network makes before the policy's first.
     """
 
@@ -42,7 +42,7 @@ class Critic:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the critic still learns alone. Its own optimizer steps decide, which checkpoints hold."""
+        """Whether the critic still learns alone. That depends on its own optimizer steps, which checkpoints hold."""
         return self.engine.optimizer_steps < self.freeze_policy_steps
 
     def step(self, sequences: Sequence[TrainingRow]) -> StepMetrics:
@@ -53,7 +53,7 @@ class Critic:
         """Return the summed value loss of a micro-batch; a `LossFn`.
 
         Raises:
-            ValueError: if the batch lacks old values or returns, or the network values.
+            ValueError: if the batch has no old values or returns, or the network gives no values.
         """
         if outputs.values is None or batch.values is None or batch.returns is None:
             raise ValueError("the critic needs values, old values and returns: prepare the batch with its own network")
@@ -73,7 +73,7 @@ class Critic:
         """
         own = {"policy": objective.weight(sequences), "tokens": count_loss_tokens(sequences)}
         divisors = ranks.total(own)
-        # The engine divides the sum by the policy's weight; the value loss is a mean over tokens.
+        # The engine divides the sum by the policy's weight, but the value loss is to be a mean over tokens.
         share = self.shared_coef * (divisors["policy"] or 1.0) / (divisors["tokens"] or 1.0)
 
         def loss(outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
@@ -89,7 +89,7 @@ def value_facts(sequences: Sequence[TrainingRow], ranks: Ranks = ALONE) -> dict[
 
     Returns:
         `explained_variance` = 1 - Var(return - value) / Var(return) over all loss tokens (1 is perfect, 0 as good as the
-        mean, below 0 worse; left out where all returns are equal), `value_mean` and `return_mean` in reward units.
+        mean, below 0 worse; left out if all returns are equal), `value_mean` and `return_mean` in reward units.
     """
     judged = [
         (each.values[each.loss_mask], each.returns[each.loss_mask])
@@ -126,7 +126,7 @@ def with_values(sequences: Sequence[TrainingRow], engine: TrainEngine) -> tuple[
     """Add the critic's value of the state before each loss token.
 
     Returns:
-        The rows, and for each the value of the state after its last token; 0 if the episode ended there.
+        The rows, and for each row the value of the state after its last token: 0 unless the row is truncated.
     """
     read = engine.forward([_with_last_state(each) if each.truncated else each for each in sequences], values=True)
     rows = [replace(each, values=values[: len(each)]) for each, values in zip(sequences, read, strict=True)]
@@ -135,7 +135,7 @@ def with_values(sequences: Sequence[TrainingRow], engine: TrainEngine) -> tuple[
 
 
 def _with_last_state(sequence: TrainingRow) -> TrainingRow:
-    """Return the row with one more loss token, which the last state predicts; the token itself is never forwarded."""
+    """Return the row with one more loss token at the end. The last state predicts it; the token itself is never forwarded."""
     return TrainingRow(
         input_ids=torch.cat([sequence.input_ids, sequence.input_ids[-1:]]),
         loss_mask=torch.cat([sequence.loss_mask, torch.ones(1, dtype=torch.bool)]),

@@ -1,8 +1,8 @@
-"""The update of a policy: load its networks; then per batch prepare the rows, make the optimizer steps, report.
+"""The update of a policy: load its networks; then, for each batch, prepare the rows, make the optimizer steps, and report.
 
-A batch is trained `epochs` times, each time in `minibatches` optimizer steps. What the objective reads is computed once,
-before the first step: log-probabilities of the reference, the teacher and the proximal policy, the critic's values, and
-the advantages that need them or the whole batch.
+A batch is trained `epochs` times, each time in `minibatches` optimizer steps. The columns that the objective reads are computed
+once, before the first step: log-probabilities of the reference, the teacher and the proximal policy, the critic's values, and
+the advantages that depend on these or on the whole batch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Passes:
     """How often an update trains on its batch.
 
     Attributes:
-        minibatches: Optimizer steps per epoch; batches of fewer groups make fewer.
-        seed: Decides, with the number of earlier optimizer steps, which groups share a minibatch.
+        minibatches: Optimizer steps per epoch. A batch with fewer groups makes one step per group.
+        seed: Decides, together with the number of earlier optimizer steps, which groups share a minibatch.
     """
 
     epochs: int = 1
@@ -66,14 +66,14 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What an update did.
+    """The outcome of an update.
 
     Attributes:
         metrics: One report of all its steps, over all ranks.
-        rows: For each of this rank's rows, in order, the number of its tokens in the loss and of applied optimizer steps
-            that it was part of; int64 of shape [rows, 2].
+        rows: For each of this rank's rows, in order: the number of its tokens in the loss, and the number of applied optimizer
+            steps that it was part of; int64 of shape [rows, 2].
         critic_only: Whether the critic learned alone, so that the policy did not change.
-        skipped_steps: Optimizer steps, of the policy and of the critic, that were skipped as not finite.
+        skipped_steps: Optimizer steps of policy and critic that were skipped because something was not finite.
         unfit: Names of weights that the steps made unfit to be published or written, the same on every rank.
     """
 
@@ -89,11 +89,11 @@ class PolicyUpdate:
     """The networks of one trainer and its objective: a batch of samples in, optimizer steps out.
 
     Attributes:
-        engine: The policy in training; with a second head for values if the critic shares its network.
-        named: Objectives of the rows that name one; `objective` is that of the others.
+        engine: The policy in training, with a second head for values if the critic shares its network.
+        named: Objectives by name, for rows that name one. `objective` is for all other rows.
         critic: Computes the values that gae reads, and learns.
-        reference: The frozen policy of a KL term, for rows that bring no log-probabilities of it; only its forward runs.
-        teacher: The model that distillation follows; only its forward runs.
+        reference: The frozen policy of a KL term, for rows without its log-probabilities. It only runs forward passes.
+        teacher: The model that distillation follows. It only runs forward passes.
     """
 
     engine: TrainEngine
@@ -127,12 +127,12 @@ class PolicyUpdate:
     ) -> Self:
         """Load the policy and its critic as they are before the first step; `frozen` comes from `load_frozen`.
 
-        Exported models have `chat_template`; None: that of the model.
+        Exported models have `chat_template`; None: the model's own.
 
-        The seed is that of PyTorch's generators, which draw the weights of a value head, and of the choice of minibatches.
+        The seed sets PyTorch's generators, which draw the weights of a value head, and the choice of minibatches.
 
         Raises:
-            ValueError: if a model cannot be trained packed, or not have a value head.
+            ValueError: if a model cannot be trained packed, or cannot have a value head.
         """
         objective = Objective.of(config.objective)
         settings, own = config.critic, None
@@ -159,7 +159,7 @@ class PolicyUpdate:
 
     @property
     def objectives(self) -> dict[str, Objective]:
-        """All objectives by the name that rows have; "" is that of rows which name none."""
+        """All objectives by the name that rows have; "" stands for rows that name none."""
         return {"": self.objective, **self.named}
 
     def contributes(self, sequence: TrainingRow) -> bool:
@@ -180,23 +180,23 @@ class PolicyUpdate:
 
     @property
     def networks(self) -> list[TrainEngine]:
-        """All networks, each once, also those that only compute."""
+        """All networks, each once, including the frozen ones."""
         frozen = [each for each in (self.reference, self.teacher) if each is not None]
         return [*self.engines.values(), *frozen]
 
     def apply(self, sequences: Sequence[TrainingRow], *, halved: bool = False) -> Updated:
         """Train on a batch.
 
-        Tokens that cannot be trained leave the loss and its divisor, and are counted. Sequences whose advantages are all zero
-        are counted and, if the objective gives them no gradient, not forwarded.
+        Tokens that cannot be trained are taken out of the loss and its divisor, and are counted. Sequences whose advantages are
+        all zero are counted. They are not forwarded if the objective gives them no gradient.
 
         Args:
             sequences: This rank's rows of the batch; with `proximal_share` if the objective has `proximal = loglinear`.
             halved: Whether to begin with half the token budget, because the batch ran out of memory before.
 
         Raises:
-            ValueError: if a token id is outside of the vocabulary, or a row lacks what the objective reads and no model
-                gives it; on every rank, if it is so on one.
+            ValueError: if a token id is outside of the vocabulary, or a row lacks a column that the objective reads and that no
+                model computes. If one rank raises it, all ranks do.
             MemoryShortError: if memory runs out and the pass cannot be repeated.
         """
         began = perf_counter()
@@ -234,7 +234,7 @@ class PolicyUpdate:
         return rows
 
     def _readers(self, reads: Callable[[ResolvedObjective], bool]) -> list[str]:
-        """Return the names of the objectives that read something."""
+        """Return the names of the objectives for which `reads` is true, of those that rows can have."""
         return [name for name, each in self.objectives.items() if reads(each.resolved)]
 
     def _trainable(self, sequences: Sequence[TrainingRow]) -> tuple[list[TrainingRow], dict[str, int]]:
@@ -252,9 +252,10 @@ class PolicyUpdate:
         return rows, dict(dropped)
 
     def _prepared(self, rows: list[TrainingRow], seconds: dict[str, float]) -> list[TrainingRow]:
-        """Add what the present weights compute (values, proximal log-probabilities), advantages, and selections.
+        """Add columns that the present weights compute (values, proximal log-probabilities), advantages, and selections of tokens.
 
-        Advantages decide which rows the update forwards, so they come before the proximal log-probabilities, unless the reward needs those.
+        Advantages decide which rows the update forwards. They therefore come before the proximal log-probabilities, unless the reward
+        reads these.
         """
         objective, ranks = self.objective.resolved, self.engine.ranks
         after = None
@@ -279,9 +280,9 @@ class PolicyUpdate:
     def _with_proximal(self, rows: list[TrainingRow], readers: Sequence[str]) -> list[TrainingRow]:
         """Add log o to the rows of these objectives that lack it, computed in the micro-batches of the update's first epoch.
 
-        How a product rounds depends on the rows that are computed with it. In the same micro-batches t / o is exactly 1 in the first
-        optimizer step, so that bounds as narrow as gspo's do not clip rounding. Rows that the update does not forward have micro-batches
-        of their own.
+        The rounding of a row's products depends on the other rows of its micro-batch. With the same micro-batches, t / o is exactly 1 in
+        the first optimizer step, so that bounds as narrow as gspo's do not clip rounding errors. Rows that the update does not forward
+        get micro-batches of their own.
         """
         contributes = None if self.objective.resolved.reward_reads_proximal else self._contributes
         forwarded = [contributes is None or contributes(row) for row in rows]
@@ -301,7 +302,7 @@ class PolicyUpdate:
     def _train(self, rows: list[TrainingRow]) -> Updated:
         """Train the policy for all epochs, then a critic with its own network.
 
-        The whole batch belongs to the critic's warm-up, or none of it.
+        A batch belongs to the critic's warm-up as a whole or not at all.
         """
         own, alone = self._own_critic, self._learns_alone
         places = [self._minibatches(rows, epoch) for epoch in range(self.passes.epochs)]
@@ -339,20 +340,20 @@ class PolicyUpdate:
     def _contributes(self) -> Callable[[TrainingRow], bool] | None:
         """Whether a policy step forwards a sequence; None: it forwards all."""
         if self.critic is not None and self.critic.shared:
-            return None  # with a shared trunk every sequence trains the value head
+            return None  # with a shared network every sequence trains the value head
         return self.contributes
 
     def _minibatches(self, rows: Sequence[TrainingRow], epoch: int) -> list[list[int]]:
         """Return the places of the rows in each minibatch of an epoch.
 
-        The seed depends on the number of earlier steps, so that a resumed run cuts the same minibatches.
+        The seed includes the number of earlier steps, so that a resumed run cuts the same minibatches.
         """
         before = (self._learns_alone or self).engine.optimizer_steps
         seed = f"{self.passes.seed}/{before}/{epoch}"
         return split_by_group(rows, self.passes.minibatches, seed=seed, ranks=self.engine.ranks)
 
     def _judged(self, rows: Sequence[TrainingRow]) -> StepMetrics:
-        """Measure the policy's loss and its distance from the sampler, by a forward pass alone."""
+        """Measure the policy's loss and its distance from the sampler with a forward pass; nothing is trained."""
         objective = self.objective
         return self.engine.eval_batch(rows, objective.loss, objective.weight, entropy=objective.entropy)
 
@@ -384,7 +385,7 @@ def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE
         tables["reference"] = config.reference
     if any(each.needs_teacher for each in objectives):
         tables["teacher"] = config.teacher
-    # An optimizer that is never stepped holds nothing; the other kinds set memory aside.
+    # AdamW on the device holds nothing before its first step. The other choices allocate memory at once.
     settings = config.model_copy(update={"optimizer": "adamw", "optimizer_offload": False, "lora": LoraConfig()})
     engines = {}
     for name, table in tables.items():
@@ -406,7 +407,7 @@ def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE
 def _row_outcomes(
     rows: Sequence[TrainingRow], parts: Iterable[Sequence[int]], steps: Iterable[StepMetrics]
 ) -> torch.Tensor:
-    """Return for each row its loss tokens and how many of the steps that it was part of were applied."""
+    """Return, for each row, the number of its loss tokens and the number of applied steps that it was part of."""
     applied = [0] * len(rows)
     for part, step in zip(parts, steps, strict=True):
         for place in part:
@@ -434,7 +435,7 @@ def _advantage_sums(sequences: Sequence[TrainingRow]) -> dict[str, float]:
 
 
 def _with_fractions(facts: Mapping[str, float]) -> dict[str, float]:
-    """Replace the counts of tokens with positive and negative advantages by fractions, and drop the causes that are 0."""
+    """Replace the counts of tokens with positive and negative advantages by fractions, and drop causes without dropped tokens."""
     measured = {name: value for name, value in facts.items() if value or not name.startswith("dropped_tokens/")}
     tokens = measured.pop("tokens")
     positive, negative = measured.pop("positive"), measured.pop("negative")
@@ -446,7 +447,7 @@ def _with_fractions(facts: Mapping[str, float]) -> dict[str, float]:
 def with_logprobs(sequences: Sequence[TrainingRow], column: FrozenColumn, engine: TrainEngine) -> list[TrainingRow]:
     """Add a model's log-probabilities to this rank's rows that lack them.
 
-    Every rank calls this, also one whose rows lack nothing: the model may be sharded over several.
+    Every rank calls this, even if its rows lack nothing, because the model may be sharded over ranks.
 
     Raises:
         ValueError: if a token id is outside of the model's vocabulary.
@@ -459,27 +460,27 @@ def with_logprobs(sequences: Sequence[TrainingRow], column: FrozenColumn, engine
     return filled
 
 
-# Minibatches: whole groups, about equally many loss tokens, the same cut on any number of ranks.
+# Minibatches: they consist of whole groups, have about equally many loss tokens, and are the same on any number of ranks.
 
 KEY_BYTES = 7
-"""Bytes of a group's digest: its numbers are not negative and fit int64."""
+"""Bytes of a group's digest: as a number, it is not negative and fits int64."""
 
 
 def split_by_group(sequences: Sequence[TrainingRow], count: int, *, seed: str, ranks: Ranks = ALONE) -> list[list[int]]:
     """Cut this rank's rows of a batch into minibatches.
 
-    Groups are assigned from large to small, each to the minibatch with the fewest loss tokens; the seed decides the order
-    of groups of about the same size. Every rank makes the same assignment, also if a group lies on several ranks.
+    Groups are assigned from large to small, each to the minibatch with the fewest loss tokens so far. The seed decides the order
+    of groups of about the same size. Every rank makes the same assignment, even if a group lies on several ranks.
 
     Args:
         sequences: This rank's rows.
-        count: Minibatches wanted; a batch with fewer groups has fewer.
-        seed: Another one gives another cut.
+        count: Number of minibatches; a batch with fewer groups gets one per group.
+        seed: Decides which groups share a minibatch.
         ranks: All ranks that train on the batch.
 
     Returns:
-        For each minibatch the places of this rank's sequences in it. Every rank gets as many minibatches, at least one; this
-        rank's part of one can be empty.
+        For each minibatch the places of this rank's sequences in it. Every rank gets the same number of minibatches, at least one;
+        this rank's part of a minibatch can be empty.
     """
     keys = [_key(each) for each in sequences]
     own = torch.tensor(
@@ -510,7 +511,7 @@ def _places(tokens: Counter[int], count: int, seed: str) -> dict[int, int]:
 
 
 def _key(sequence: TrainingRow) -> int:
-    """Return a number for a sequence's group; without a group, for its id, else for its tokens."""
+    """Return a number for a sequence's group. Without a group it is made from the trajectory's id, else from the tokens."""
     if sequence.group_id:
         return _digest(b"group/" + sequence.group_id.encode())
     if sequence.trajectory_id:
@@ -525,19 +526,19 @@ def _digest(content: bytes) -> int:
 # Reports.
 
 FIRST_FORWARD = ("mismatch_kl", "max_abs_log_difference", "effective_sample_size", "chi_square")
-"""Measures of the distance between trainer and sampler; they hold for the weights that the update began with."""
+"""Measures of the distance between trainer and sampler. They are reported for the weights at the start of the update."""
 
 
 def update_report(epochs: Sequence[Sequence[StepMetrics]]) -> StepMetrics:
     """Return the report of a whole update.
 
-    Loss and gradient norm are means over the steps that were applied (over all, if none was), sizes are those of the batch,
-    work and seconds are sums. `mismatch_kl` and what goes with it come from the first step that forwarded tokens at all,
-    as its forward pass sees the weights that the update began with; where there were several steps, `mismatch_kl_last` is
-    that of the last one.
+    Loss and gradient norm are means over the steps that were applied (over all steps, if none was). Sizes are the batch's; work
+    and seconds are sums. `mismatch_kl` and the other measures of `FIRST_FORWARD` come from the first step that forwarded any
+    tokens, because its forward pass uses the weights at the start of the update. If there were several steps,
+    `mismatch_kl_last` is the `mismatch_kl` of the last step.
 
     Args:
-        epochs: The steps of each epoch, at least one; sums whose names begin with ``critic/`` are left out.
+        epochs: The steps of each epoch, at least one step. Sums whose names begin with ``critic/`` are left out.
     """
     steps = [step for epoch in epochs for step in epoch]
     applied = [step for step in steps if not step.skipped] or steps
@@ -573,7 +574,7 @@ def update_report(epochs: Sequence[Sequence[StepMetrics]]) -> StepMetrics:
 def warmup_report(judged: StepMetrics, critic_steps: Sequence[StepMetrics]) -> StepMetrics:
     """Return the report of an update in which the critic learned alone.
 
-    Gradient norm and learning rate are the policy's, and 0. The batch counts as skipped if all of the critic's steps were.
+    Gradient norm and learning rate are the policy's, so they are 0. The batch counts as skipped if all steps of the critic were skipped.
 
     Args:
         judged: A forward pass of the policy on the batch.
@@ -587,11 +588,11 @@ def warmup_report(judged: StepMetrics, critic_steps: Sequence[StepMetrics]) -> S
 
 
 def critic_report(steps: Sequence[StepMetrics], *, shared: bool) -> dict[str, float]:
-    """Return what is reported about the critic's steps.
+    """Return the metrics of the critic's steps.
 
     Returns:
-        `critic/value_loss`, `critic/value_error` (root mean square, in reward units) and `critic/value_clip_fraction`; of a
-        critic of its own also `critic/grad_norm`, `critic/learning_rate` and `critic/skipped_steps`.
+        `critic/value_loss`, `critic/value_error` (root mean square, in reward units) and `critic/value_clip_fraction`; for a
+        critic with its own network also `critic/grad_norm`, `critic/learning_rate` and `critic/skipped_steps`.
     """
     sums = _merged([_critic_sums(step) if shared else step.sums for step in steps])
     tokens = sums.get("tokens", 0.0)
@@ -620,7 +621,7 @@ def _critic_sums(step: StepMetrics) -> dict[str, float]:
 
 
 def _merged(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up sums; of names that begin with ``max_`` take the maximum."""
+    """Add up sums by name; for names that begin with ``max_`` take the maximum."""
     merged: dict[str, float] = {}
     for table in tables:
         for name, value in table.items():
