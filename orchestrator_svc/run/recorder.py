@@ -3,10 +3,10 @@
 `Recorder` writes the metrics of every step and ``report.json``, and beside them:
 
     trajectories/step_*.jsonl   the trajectories of each step as text (`TrajectoryFiles`), read by `sluice rescore`
-    trajectories/dropped.jsonl  those that never reached a batch (`DroppedFile`)
+    trajectories/dropped.jsonl  trajectories that never reached a batch (`DroppedFile`)
     events.jsonl                the events of `Watch` (`EventFile`)
 
-Nothing that continues, forks or audits a run reads the last three. Each has a bound: the oldest files go.
+Continuing, forking and auditing a run need none of the last three. Each has a bound: the oldest files are deleted.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ DROPPED_FILE = "dropped.jsonl"
 EVENTS_FILE = "events.jsonl"
 
 EVENTS_BYTES = 64 << 20
-"""Size of one of the two files of events: that of a month of a run that reports its load."""
+"""Size of one of the two files of events: enough for a month of a run that reports its load."""
 
 LOAD_EVERY_S = 10.0
-"""Least seconds between two loads in the file: it has a day of them in 3 MB, while watchers get each."""
+"""Least seconds between two load events in the file, so that a day of them takes 3 MB. Watchers get every load event."""
 
 _IS_ID = '"trajectory_id": '
 
 _STEP = "step_"
 
 _WAITING = 16
-"""Writes that may wait; then the run waits for the disk."""
+"""Writes that may wait. With more, the run waits for the disk."""
 
 
 _DISK_S = 300.0
-"""Seconds that the disk may take for one of them; a disk that needs longer is gone."""
+"""Seconds that the disk may take for one write. A disk that needs longer counts as gone."""
 
 
 _MOST_BESIDE_BYTES = 64 << 20
-"""Size of all that may wait to be written and that the run does not wait for; one larger trajectory may."""
+"""Most bytes of waiting writes that the run does not wait for. A single larger trajectory may wait, too."""
 
 
 class Dropped(NamedTuple):
@@ -73,13 +73,13 @@ class Dropped(NamedTuple):
 class Recorder:
     """Writes files in a thread while the run continues.
 
-    The run waits for a disk that is far behind with its metrics and trajectories, and ends if it fails. It never waits for what is written
-    beside them, events and what was dropped: what a slow or broken disk does not take is left out, and the log says so.
+    If the disk is far behind with metrics and trajectories, the run waits; if the disk fails, the run ends. The run never waits for events and
+    dropped trajectories: what a slow or broken disk does not take is left out, and the log says so.
 
     Args:
         run_dir: The run's directory.
         texts: Takes the trajectories of each step; None if they are not written.
-        dropped: Takes those that never reached a batch; None if they are not written.
+        dropped: Takes trajectories that never reached a batch; None if they are not written.
         with_tokens: How many trajectories of a step are written with their tokens, from as many different groups as possible.
         settings: The run's settings, some of which TensorBoard shows.
     """
@@ -145,7 +145,7 @@ class Recorder:
             self._beside(lambda: self._events.write(event), event.ByteSize())
 
     def _beside(self, write: Callable[[], None], size: int) -> None:
-        """Write what the run does not wait for, unless too much of it waits already."""
+        """Write without making the run wait, unless too much of this kind waits already."""
         if self._is_closed:
             return
         if self._beside_bytes and self._beside_bytes + size > _MOST_BESIDE_BYTES:
@@ -232,9 +232,9 @@ class Recorder:
         await self._drain(_WAITING)
 
     async def _drain(self, left: int) -> None:
-        """Wait until at most `left` writes wait, and raise what a finished one raised.
+        """Wait until at most `left` writes are waiting, and raise the error of a finished one.
 
-        Cancelling a caller cancels no write: the next caller raises its failure.
+        Cancelling a caller cancels no write: if the write fails, the next caller raises the error.
 
         Raises:
             OSError: if a write failed, or the disk does not answer.
@@ -247,7 +247,7 @@ class Recorder:
                     f"the disk of {self._run_dir} did not take the run's files within {_DISK_S:g} s: check the disk, then start"
                     " the run again: it continues"
                 )
-            if self._waiting and self._waiting[0] is first:  # another caller may have taken it meanwhile
+            if self._waiting and self._waiting[0] is first:  # another caller may have removed it meanwhile
                 self._waiting.popleft().result()
 
 
@@ -256,12 +256,12 @@ def _reward(record: SharedRecord) -> float | None:
 
 
 def _no_number(version: Version) -> int:
-    """Return the number that a version counts as for a trajectory without a step: nobody asks for its staleness."""
+    """Stand in for `Lineage.number` for a trajectory without a step, whose staleness is not needed."""
     raise ValueError(f"a trajectory of version {version} has no step")
 
 
 def _spread(records: Sequence[SharedRecord], count: int) -> Collection[int]:
-    """Return the places of so many trajectories: the first of each group, then the second of each, and so on."""
+    """Return the places of `count` trajectories: the first of each group, then the second of each, and so on."""
     if not count:
         return ()
     seen: Counter[str] = Counter()
@@ -285,14 +285,14 @@ def trajectory_row(
 ) -> dict[str, Any]:
     """Return a trajectory for people: text, reward and its parts, advantage, who sampled it when, its outcome.
 
-    Times are seconds since 1970. `environment`, `replica` and the times are None where an earlier release, or a workflow of the user, did
-    not note them; `turn_rewards` is there only if the environment gave some, as pairs of turn and reward.
+    Times are seconds since 1970. `environment`, `replica` and the times are None if an earlier release, or a workflow of the user, did
+    not record them. `turn_rewards` are pairs of turn and reward, and missing if the environment gave none.
 
     Args:
         record: The trajectory.
         number_of: Returns the number that a version counts as, such as `Lineage.number`.
         with_tokens: Whether to add `token_ids`, prompt first, the `mask_runs` that say which of them were sampled to be trained, and
-            their `logprobs`, those of the sampler: the trainer reports none of single tokens.
+            their `logprobs`, from the sampler: the trainer reports none per token.
     """
     trajectory = record.trajectory
     messages = record.conversation.messages
@@ -356,11 +356,11 @@ def _message(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
 class BoundedLines:
     """Appends lines to a file, and begins a new one when it is full.
 
-    What a kill left of a line is cut off when the next process begins to write. A disk that is full leaves no part of a line.
+    If a kill left a part of a line, the next process cuts it off when it begins to write. A full disk leaves no part of a line.
 
     Args:
         path: The file, as ``NAME.jsonl``.
-        most_bytes: Size of one file; a longer line has one of its own.
+        most_bytes: Size of one file; a longer line gets a file of its own.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -369,19 +369,19 @@ class BoundedLines:
 
     @property
     def paths(self) -> tuple[Path, Path]:
-        """The file and the one before it, which need not be there."""
+        """The file and the previous one. Either may be missing."""
         return self._path, self._path.with_suffix(".1.jsonl")
 
     def append(self, lines: Iterable[str]) -> bool:
         """Append lines together; return whether a new file was begun for them.
 
         Raises:
-            OSError: if they cannot be written; then none of them is.
+            OSError: if they cannot be written; then none is.
         """
         data = "".join(lines).encode()
         if not self._begun:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._path.is_symlink():  # it is not followed below either
+            if not self._path.is_symlink():  # symbolic links are not followed below either
                 cut_torn_line(self._path)
             self._begun = True
         rotated = self._path.exists() and 0 < self._path.lstat().st_size > self._most_bytes - len(data)
@@ -403,11 +403,10 @@ class BoundedLines:
 
 
 class DroppedFile:
-    """Has the trajectories that never reached a batch, in the format of ``step_*.jsonl``.
+    """Holds the trajectories that never reached a batch, in the format of ``step_*.jsonl``.
 
-    A trajectory has at most one row in the two files, also over restarts: those that are there are known by their names. The rows
-    of a process that is killed may be missing for what it dropped last; what the journal then lost is dropped again, and has its row from
-    the first time.
+    A trajectory has at most one row in the two files, even after restarts: rows are recognised by their names. If a process is killed, the rows
+    for what it dropped last may be missing. If the journal lost the drop, the trajectory is dropped again and keeps its first row.
 
     Args:
         directory: That of the trajectories.
@@ -420,7 +419,7 @@ class DroppedFile:
         self._older: set[str] = set()
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, without those of trajectories that have one.
+        """Append rows, except for trajectories that have one already.
 
         Raises:
             OSError: if they cannot be written.
@@ -438,13 +437,13 @@ class DroppedFile:
 
 
 def _ids(path: Path) -> set[str]:
-    """Return the names of the trajectories in a file; a line that is not whole counts for nothing."""
+    """Return the names of the trajectories in a file. Ignore an incomplete line."""
     found, decoder = set[str](), json.JSONDecoder()
     if not path.exists() or path.is_symlink():
         return found
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            # The whole row need not be read: its text is a thousand times as long, and no key before this one has a text.
+            # Search for this key instead of parsing the row, whose text is a thousand times as long. No key before this one has a text.
             place = line.find(_IS_ID)
             if place >= 0 and line.endswith("\n"):
                 found.add(decoder.raw_decode(line, place + len(_IS_ID))[0])
@@ -452,7 +451,7 @@ def _ids(path: Path) -> set[str]:
 
 
 class EventFile:
-    """Has the events of a run, each as a JSON line: all but scored groups, whose rewards are in the journal and in the trajectories.
+    """Holds the events of a run as JSON lines: all except scored groups, whose rewards are in the journal and in the trajectories.
 
     Args:
         run_dir: The run's directory.
@@ -483,10 +482,10 @@ class EventFile:
 
 
 def event_row(event: orchestrator_pb2.RunEvent) -> dict[str, Any]:
-    """Return an event as a line of the file has it: number, time in seconds since 1970, kind, and the fields of that kind.
+    """Return an event in the form of a line of the file: number, time in seconds since 1970, kind, and the fields of that kind.
 
-    Names are those of the contract, versions and enums are written as in the trajectories: ``1.7``, ``running``. A finished step has no
-    metrics: ``metrics.jsonl`` has them.
+    Names are as in the contract, versions and enums as in the trajectories: ``1.7``, ``running``. A finished step has no metrics:
+    ``metrics.jsonl`` has them.
     """
     kind = event.WhichOneof("kind") or ""
     fields = _plain(getattr(event, kind), without="metrics" if kind == "step_finished" else "") if kind else {}
@@ -495,7 +494,7 @@ def event_row(event: orchestrator_pb2.RunEvent) -> dict[str, Any]:
 
 
 def _plain(message: Message, *, without: str = "") -> Any:  # noqa: ANN401 - anything that JSON has
-    """Return a message as JSON has it, with the fields that are 0 or empty, and whole numbers as numbers; without one of its fields."""
+    """Return a message as JSON without the field `without`. Fields that are 0 or empty are included; whole numbers are numbers."""
     if isinstance(message, common_pb2.PolicyVersion):
         return str(Version.from_proto(message))
     found: dict[str, Any] = {}
@@ -528,22 +527,22 @@ def dropped_row(row: Mapping[str, Any], reason: str) -> dict[str, Any]:
 
 
 class TrajectoryFiles:
-    """Writes one file for each step, and removes the oldest ones when all are too large together. Every method blocks.
+    """Writes one file for each step, and removes the oldest ones when their total size is too large. Every method blocks.
 
     Args:
-        directory: Where they lie; made with the first one.
-        most_bytes: Size of all of them; 0: no bound. The one that was written last stays in any case.
+        directory: Where the files lie; made with the first file.
+        most_bytes: Size of all files; 0: no bound. The last file always stays.
     """
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
         self._directory, self._most_bytes = directory, most_bytes
-        self._sizes: dict[int, int] | None = None  # by step; None until the files of earlier processes were looked at
+        self._sizes: dict[int, int] | None = None  # by step; None until the files of earlier processes were listed
 
     def write(self, step: int, lines: Iterable[str]) -> None:
-        """Write the lines of a step, in place of the one of an epoch that was rolled back.
+        """Write the lines of a step. Replace the file of an epoch that was rolled back.
 
         Raises:
-            OSError: if it cannot be written. An old one that cannot be removed is logged.
+            OSError: if the file cannot be written. An old file that cannot be removed is only logged.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         write_whole(self._path(step), lines)

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 NOT_TRAINED = "not_trained/"
-"""Begins the counters of sampled tokens of external agents that may not be trained; the reason follows."""
+"""Prefix of the counters of external agents' sampled tokens that may not be trained; the reason follows."""
 
 
 class RunReporter:
@@ -117,13 +117,13 @@ class RunReporter:
 
         Args:
             state: "succeeded", "stopped" or "failed".
-            facts: What neither the metrics nor the counts of this class hold.
+            facts: Values that neither the metrics nor the counts of this class hold.
         """
         ledger = self._ledger
         dropped = ledger.dropped
         generated = self._generated_before + self._engine.counts
         if state == "succeeded":
-            # Nothing will train them; a continued run would.
+            # They will not be trained, unless the run is continued.
             left = sum(each.size for each in ledger.groups.values() if each.stage is not Stage.RUNNING)
             dropped[Reason.RUN_ENDED] += left
         report = await self._recorder.write_report(
@@ -195,7 +195,7 @@ class RunReporter:
 
 
 def environment_row(environment: orchestrator_pb2.RunEnvironment) -> dict[str, Any]:
-    """Return an environment as the report has it, under the names of `RunEnvironment`."""
+    """Return an environment in the form of the report, under the names of `RunEnvironment`."""
     numbers = ("groups", "groups_accepted", "groups_refilled", "groups_failed", "quarantined_count")
     return {
         "name": environment.name,

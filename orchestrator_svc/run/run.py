@@ -1,4 +1,4 @@
-"""A run from the first look at its services to the report.
+"""A run, from waiting for its services to the report.
 
     draw task -> open group -> generate -> score -> group complete -> batch -> advantages -> SubmitBatch -> trained
 
@@ -40,20 +40,20 @@ from sluice.versions import BASE, Version
 log = structlog.get_logger(__name__)
 
 _ROOM = "room"
-"""Name of a disk without room in what the run waits for."""
+"""Name of a disk without room in `RunStatus.waits_for`."""
 
 
 class Run:
-    """One run, or the rest of one that an earlier process began.
+    """One run, or the rest of a run that an earlier process began.
 
     Args:
-        settings: Its settings, of which some may be changed while it lives.
+        settings: Its settings. Some may be changed while it lives.
         pool: The replicas; `run` polls them.
-        announcements: Those that announce themselves; `run` follows them, too.
+        announcements: The replicas that announce themselves; `run` follows them, too.
         evaluations: Evaluates between steps; None if the run never does.
-        desk: Has the episodes of external agents; `run` ends those whose time is over.
+        desk: Holds the episodes of external agents; `run` ends those whose time is over.
         share: Says when too much is set aside.
-        disks: Asks the disks for their room; `run` looks regularly, and pauses while one is short of it.
+        disks: Asks the disks for their free space; `run` checks regularly, and pauses while a disk is short of it.
 
     Attributes:
         gave_up: Why the run ended in order before its end: it waited too long for somebody; None if it did not.
@@ -78,7 +78,7 @@ class Run:
     ) -> None:
         self._desk, self._share, self._clock = desk, share, clock
         self._disks, self._space = disks, disks.space
-        self._give_up_at: float | None = None  # when a pause is over that too much set aside began
+        self._give_up_at: float | None = None  # when a pause ends that began because too much was set aside
         self.gave_up: FailedForGoodError | None = None
         self._settings, self._config = settings, settings.config
         self._journal, self._status, self._pool, self._announcements = journal, status, pool, announcements
@@ -88,7 +88,7 @@ class Run:
         self._evaluating: asyncio.Task[None] | None = None
         now = self._clock()
         self._save_due = Every(self._config.checkpoint, now)
-        self._kept_at_save = 0  # what the journal had kept when the last checkpoint began
+        self._kept_at_save = 0  # bytes that the journal had kept when the last checkpoint began
         self._evaluation_due = Every(self._config.evaluation, now)
         self._stop_reason = ""
 
@@ -132,19 +132,19 @@ class Run:
             self._status.enter(orchestrator_pb2.RUN_STATE_PAUSED, "paused by an operator")
 
     def leave(self) -> None:
-        """Start no more groups, since this process ends. What the journal has of the run, the next process continues."""
+        """Start no more groups, because this process ends. The next process continues the run from the journal."""
         self._dispatcher.pause()
         stages = {f"groups_{stage.value}": self._journal.ledger.count(stage) for stage in Stage}
         log.info("starts no more groups; the journal has what is under way", **stages)
 
     async def resume(self, principal: str) -> None:
-        """Start groups again; what was set aside so far is accepted, and agents that were missed are waited for anew.
+        """Start groups again. Stop counting what was set aside so far, and wait again for agents that were missing.
 
         Args:
             principal: Name of the caller.
 
         Raises:
-            JournalError: if that cannot be written.
+            JournalError: if this cannot be written.
         """
         if self._share.exceeded:
             self._journal.record_fact(journal_pb2.Fact(run_resumed=journal_pb2.RunResumed(principal=principal)))
@@ -158,7 +158,7 @@ class Run:
             self._status.enter(orchestrator_pb2.RUN_STATE_RUNNING, "resumed by an operator")
 
     def _mind_share(self) -> None:
-        """Pause if too much is set aside, and end the run in order if nobody lets it go on in time."""
+        """Pause if too much is set aside, and end the run in order if nobody resumes it in time."""
         now, limit_s = self._clock(), self._config.deadlines.set_aside_s
         if (problem := self._share.exceeded) and self._give_up_at is None and not self._stop_reason:
             self._give_up_at = now + limit_s
@@ -188,7 +188,7 @@ class Run:
         self.stop(problem)
 
     async def _mind_room(self) -> None:
-        """Look at the disks: pause while one is short of room."""
+        """Check the disks, and pause while one is short of room."""
         was_short = bool(self._space.short)
         await self._disks.look()
         short, status = self._space.short, self._status
@@ -208,21 +208,21 @@ class Run:
                 status.enter(orchestrator_pb2.RUN_STATE_RUNNING, "there is room on the disks again")
 
     def stop(self, reason: str) -> None:
-        """End in order: the batches that are made are still trained, then come the last checkpoint and the report."""
+        """End in order: train the batches that are made, then write the last checkpoint and the report."""
         if not self._stop_reason:
             self._stop_reason = reason or "stopped by an operator"
             self._training.stop()
             self._status.enter(orchestrator_pb2.RUN_STATE_STOPPING, self._stop_reason)
 
     async def change_settings(self, values: Mapping[str, str], principal: str) -> list[orchestrator_pb2.ChangedSetting]:
-        """Change settings, all or none; return those that have another value now, when the journal has them on disk.
+        """Change settings, all or none. When the journal has the changes on disk, return the settings whose value changed.
 
         Batches that are made already keep the learning rate and the bound on staleness that they were made with. The key
         `quarantine.RELEASE` releases tasks.
 
         Args:
             values: New values by setting, as TOML.
-            principal: Name of who changes them.
+            principal: Name of the caller.
 
         Raises:
             SluiceError: INVALID_ARGUMENT, as `LiveSettings.plan` and `tasks_to_release`.
@@ -272,7 +272,7 @@ class Run:
             raise self._pool.none_for(deadline_s, "orchestrator.deadlines.start_s") from error
 
     async def _train_and_save(self) -> None:
-        """Train to the last batch, and let the trainer write the last checkpoint: what it loses meanwhile it trains again.
+        """Train to the last batch, and let the trainer write the last checkpoint. If it loses batches meanwhile, train them again.
 
         Raises:
             SluiceError: what ended the run early, or if the checkpoint cannot be written.
@@ -330,15 +330,15 @@ class Run:
         self._status.waits_for.pop(_ROOM, None)
 
     def _much_kept(self) -> bool:
-        """Return whether the journal has kept so much since the last checkpoint that it is time for another.
+        """Return whether the journal has kept so much since the last checkpoint that another one is due.
 
-        A checkpoint releases what the one before it covers, so each may bring half of what the journal may hold.
+        A checkpoint releases the payloads that the previous one covers. So between two checkpoints half of the journal's limit may be kept.
         """
         most = self._config.checkpoint.every_mb << 20
         return bool(most) and self._journal.kept_bytes - self._kept_at_save >= most // 2
 
     async def _evaluate(self, evaluations: Evaluations, version: Version) -> None:
-        """Evaluate a version; keep its checkpoint if it is the best; end the run if nothing becomes better any more."""
+        """Evaluate a version. Keep its checkpoint if it is the best. End the run if results no longer improve."""
         checkpoint = None
         if self._config.evaluation.keep_best:
             try:
@@ -358,7 +358,7 @@ class Run:
             )
 
     async def _keep_best(self, standing: Standing) -> None:
-        """Let the trainer keep the checkpoint of the best evaluation; said again after each one, since a call may be lost."""
+        """Let the trainer keep the checkpoint of the best evaluation. Repeat this after each evaluation, because a call may be lost."""
         if standing.best is None or not self._config.evaluation.keep_best:
             return
         name = f"step_{standing.version.number}"
@@ -394,7 +394,7 @@ class Run:
         self._status.enter(orchestrator_pb2.RUN_STATE_SUCCEEDED, self._stop_reason)
 
     async def _last_report(self, state: str) -> None:
-        """Write the report of a run that ends early; a disk that refuses it must not hide why."""
+        """Write the report of a run that ends early. If the disk refuses it, that must not hide why the run ended."""
         try:
             await self._report(state)
         except OSError as error:
@@ -421,10 +421,10 @@ def _best(standing: Standing) -> dict[str, object] | None:
 
 @dataclass
 class Every:
-    """When something is due that happens every so many steps or seconds. Pure.
+    """Says when something is due that happens every N steps or seconds. Pure.
 
     Attributes:
-        settings: Have `every_steps` and `every_s`, which may change; 0 is never.
+        settings: Hold `every_steps` and `every_s`, which may change; 0 is never.
         last: When it was due last, in seconds.
     """
 
@@ -441,5 +441,5 @@ class Every:
 
 
 def _first(error: Exception) -> Exception:
-    """Return the first error where several came together; the others followed from it."""
+    """Return the first of several errors in a group; the others followed from it."""
     return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error

@@ -6,10 +6,10 @@ Decisions over the live groups of the ledger: no clock, no I/O. Callers pass fac
 * `Pace` says how long it may wait, by how long generation and training take.
 * `Selection` picks the groups of a batch: first in, first out within a window, unless others would come too late.
 
-How old a token may be: batch k turns version k - 1 into version k, so a token that version v sampled is k - 1 - v versions
+The age of a token: batch k turns version k - 1 into version k, so a token that version v sampled is k - 1 - v versions
 old when batch k consumes it. With at most `max_staleness` allowed, a group's last possible batch is v + max_staleness + 1.
-Groups are batched in order, so one that is dispatched while `live` others are under way falls into the
-(live // batch + 1)-th batch from now. Nothing here accumulates: filters, failures and dynamic batches cannot make it drift.
+Groups are batched in order, so a group that is dispatched while there are `live` others falls into the
+(live // batch + 1)-th batch from now. This does not add up counts, so filters, failures and dynamic batches cannot make it drift.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OnStale(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """The bound on staleness, and what follows from it.
+    """The bound on staleness, and values that follow from it.
 
     Attributes:
         max_staleness: Most versions that a trained token may lag behind the weights that consume it.
@@ -73,15 +73,15 @@ class StalenessBound:
 
 
 class Scheduler:
-    """Decides on dispatch and batches; what it decides becomes true by a fact that the caller records.
+    """Decides on dispatch and batches. A decision takes effect when the caller records its fact.
 
     Args:
         ledger: The state of the run.
-        window_fraction: Share of a batch by which younger groups may pass an older unfinished one.
+        window_fraction: How many younger groups may pass an older unfinished one, as a share of a batch.
         on_stale: What happens to groups that are too old for every batch to come.
 
     Attributes:
-        is_open: Whether a trainer trains the present epoch. While it is lost nothing starts: nobody knows which versions its next
+        is_open: Whether a trainer trains the present epoch. While the trainer is lost no group starts: it is unknown which versions its next
             epoch will retire.
     """
 
@@ -98,7 +98,7 @@ class Scheduler:
         self.ledger, self.bound, self.on_stale = ledger, bound, on_stale
         self.max_steps, self.max_running = max_steps, max_running
         self.is_open = False
-        # Where stale tokens are cut rather than dropped, a late group is due at once.
+        # If stale tokens are cut rather than dropped, a late group is due at once.
         self._selection = Selection(
             bound.batch_groups,
             window_size(bound.batch_groups, window_fraction),
@@ -118,19 +118,19 @@ class Scheduler:
 
     @property
     def satisfied(self) -> bool:
-        """Whether the live groups are enough for all the batches still to be made."""
+        """Whether the live groups are enough for all remaining batches."""
         unbatched = len(self.ledger.groups) - self.ledger.count(Stage.BATCHED)
         return unbatched >= (self.max_steps - self.ledger.next_batch + 1) * self.bound.batch_groups
 
     def wanted_version(self) -> Version | None:
-        """Return the oldest version that may sample one more group; None while none may start."""
+        """Return the oldest version that may sample one more group; None while no group may start."""
         ledger = self.ledger
         if not self.is_open or self.at_capacity or self.satisfied or ledger.count(Stage.RUNNING) >= self.max_running:
             return None
         return Version(ledger.epoch, self.bound.oldest_usable(ledger.applied, len(ledger.groups)))
 
     def wanted_version_of(self, group: Group) -> Version | None:
-        """Return the oldest version that may sample a group which an earlier process left unfinished; None while none may.
+        """Return the oldest version that may sample a group which an earlier process left unfinished; None while no version may.
 
         A group that `goes_on` wants the version that it began with.
         """
@@ -139,21 +139,21 @@ class Scheduler:
         return group.floor if self.goes_on(group) else self._oldest_usable_for(group)
 
     def goes_on(self, group: Group) -> bool:
-        """Return whether an unfinished group is continued with the very requests that it began with.
+        """Return whether an unfinished group is continued with the same requests that it began with.
 
-        Otherwise its version has become too old meanwhile, and it begins again as its next attempt. What was sampled of it is
-        used in any case. A journal of format 1 did not keep how many episodes were wanted.
+        Otherwise its version has become too old meanwhile, and its next attempt begins. Its samples are used in any
+        case. A journal of format 1 did not keep how many episodes were wanted.
         """
         return bool(group.sampled) or (group.floor >= self._oldest_usable_for(group) and group.episodes > 0)
 
     def _oldest_usable_for(self, group: Group) -> Version:
-        # Never a version to come: a bound that was lowered leaves more groups than it allows, and the
-        # trainer may be waiting for this group to make that version.
+        # Never a future version: after the bound was lowered there are more groups than it allows, and the
+        # trainer may need this group to make that version.
         applied, older = self.ledger.applied, self.ledger.older(group.number)
         return Version(self.ledger.epoch, min(applied, self.bound.oldest_usable(applied, older)))
 
     def stale_groups(self) -> list[Group]:
-        """Return the ready groups that no batch may train any more: they have to be dropped before the next choice."""
+        """Return the ready groups that no batch may train any more. Drop them before the next choice."""
         if self.on_stale is OnStale.TRUNCATE:
             return []
         self._look()
@@ -169,7 +169,7 @@ class Scheduler:
     def may_batch(self, groups: Sequence[Group]) -> bool:
         """Return whether groups that `choose_batch` returned a while ago may still be the next batch.
 
-        Others that are ready by now, and may be older, wait for the batch after it.
+        Other groups that are ready by now, and may be older, wait for the batch after it.
         """
         number, live = self.ledger.next_batch, self.ledger.groups
         ready = all(live.get(each.number) is each and each.stage is Stage.READY for each in groups)
@@ -177,7 +177,7 @@ class Scheduler:
         return number <= self.max_steps and ready and in_time
 
     def bound_of(self, batch: Batch) -> int:
-        """Return the most versions that a token of a batch may lag behind: the bound that held when the batch was made."""
+        """Return how many versions a token of a batch may lag behind: the bound at the time when the batch was made."""
         return self.bound.max_staleness if batch.max_staleness is None else batch.max_staleness
 
     def is_fresh(self, batch: Batch) -> bool:
@@ -206,9 +206,9 @@ class Candidate:
 
     Attributes:
         group: Its number; lower ones were dispatched earlier.
-        ready: Whether it is scored; otherwise its episodes are under way.
+        ready: Whether it is scored; otherwise its episodes are running.
         last_batch: The last batch that may train it.
-        passed: Younger groups that were batched while it was under way.
+        passed: Younger groups that were batched while it was running.
     """
 
     group: int
@@ -223,7 +223,7 @@ def window_size(batch_groups: int, fraction: float) -> int:
 
 
 class Selection:
-    """The groups to choose from, in the orders in which a choice reads them: it costs as much as the batch is large, however many groups wait.
+    """The groups to choose from, sorted as a choice reads them. So its time depends on the size of a batch, not on the waiting groups.
 
     Args:
         size: Groups per batch.
@@ -242,7 +242,7 @@ class Selection:
         self._running_by_deadline: Counter[int] = Counter()
 
     def put(self, candidate: Candidate) -> None:
-        """Add a group, or change what is known of it."""
+        """Add a group, or update it."""
         group, ready, last_batch = candidate.group, candidate.ready, candidate.last_batch
         before = self._candidates.get(group)
         if before is not None and (before.ready, before.last_batch) == (ready, last_batch):
@@ -280,8 +280,8 @@ class Selection:
         """Choose the groups of batch number `batch`, or wait.
 
         Returns:
-            Numbers of the groups in order of dispatch; None to wait for groups under way. It never waits unless one is under
-            way whose finish (or end by its deadline) changes the answer.
+            Numbers of the groups in order of dispatch; None to wait for groups under way. It waits only if the end of a running group,
+            which its deadline bounds, changes the answer.
         """
         if len(self._ready) < self._size:
             return None
@@ -297,7 +297,7 @@ class Selection:
         return most_urgent
 
     def _by_urgency(self, batch: int) -> Iterator[int]:
-        """Yield the ready groups, those first that are due first; of these the older ones first."""
+        """Yield the ready groups by due batch, and by age within a batch."""
         deadlines = sorted(self._ready_by_deadline)
         now = bisect.bisect(deadlines, batch) if self._late_is_due else 0
         yield from heapq.merge(*(self._ready_by_deadline[each] for each in deadlines[:now]))
@@ -305,7 +305,7 @@ class Selection:
             yield from self._ready_by_deadline[each]
 
     def _overloaded(self, picked: Sequence[int], batch: int) -> list[int]:
-        """Return the deadlines by which more groups are due than the batches until then can hold, if `picked` is this batch."""
+        """Return the batches by which more groups are due than fit into the batches until then, if `picked` is this batch."""
         taken = Counter(self._candidates[group].last_batch for group in picked)
         found, due = [], 0
         for last in sorted(self._due):
@@ -340,10 +340,10 @@ def _delete(numbers: list[int], number: int) -> None:
 class Pace:
     """Measures generation and training, and says how long the next group may wait.
 
-    A group that starts earlier than needed waits, finished, for the trainer, and its tokens grow old there; one that starts later lets
-    the trainer wait. `Pace` measures two times of the last batches: how long the trainer takes for one, and how long it takes from the
-    start of a batch's groups until the trainer has it. From these follows when a group of the next batch but one, for example, has to
-    start. Where generation is the bottleneck that time has always passed: groups start as early as the staleness bound allows.
+    If a group starts too early, it is finished before the trainer needs it, and its tokens grow old. If it starts too late, the trainer waits.
+    `Pace` measures two times of the last batches: how long the trainer takes for a batch, and how long it takes from the start of a batch's
+    groups until the trainer has the batch. These times say when a group of a later batch has to start. If generation is the bottleneck,
+    that time has always passed: groups start as early as the staleness bound allows.
 
     Args:
         batch_groups: Groups per batch.
@@ -375,7 +375,7 @@ class Pace:
         self._started: dict[int, float] = {}
         self._vacated: deque[float] = (
             deque()
-        )  # when groups started that were dropped while they ran and are not replaced yet
+        )  # start times of groups that were dropped while they ran and are not replaced yet
         self._ready: dict[int, float] = {}
         self._made: dict[int, tuple[float, float]] = {}  # seconds from start to ready, and when it was made, by batch
         self._at_trainer: set[int] = set()
@@ -384,7 +384,7 @@ class Pace:
         self._long_lead_s = self._short_step_s = 0.0
 
     def apply_fact(self, fact: pb.Fact, now: float) -> None:
-        """Take one fact that became true at `now` seconds."""
+        """Take one fact, recorded at `now` seconds."""
         kind = fact.WhichOneof("kind")
         if kind in self._kinds:
             self._kinds[kind](getattr(fact, kind), now)
@@ -413,8 +413,8 @@ class Pace:
         self._forget()
 
     def _task_drawn(self, fact: pb.TaskDrawn, now: float) -> None:
-        # A group in place of a dropped one counts from the start of that one. Where most groups are dropped, a batch takes as long
-        # as several of them one after the other.
+        # A group that replaces a dropped one counts from the start of the dropped one. If most groups are dropped, a batch takes as long
+        # as several groups one after the other.
         self._started[fact.group] = self._vacated.popleft() if self._vacated else now
 
     def _group_accepted(self, fact: pb.GroupAccepted, now: float) -> None:

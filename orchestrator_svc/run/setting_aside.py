@@ -1,4 +1,4 @@
-"""Set aside what can never be trained, so that the run continues. Pause the run when the rest that it learns from would be biased.
+"""Set aside what can never be trained, so that the run continues. Pause the run when so much is set aside that the rest would be biased.
 
 Set aside as little as possible: single trajectories, else their group, or the whole batch if nothing tells which part failed. Pure.
 """
@@ -20,19 +20,19 @@ from sluice.rpc import SluiceError
 from sluice.v1 import journal_pb2
 
 WINDOW = 20
-"""Batches over which the share is counted that is set aside."""
+"""Number of last batches over which the share is counted."""
 
 _OF_THE_BATCH = ("trajectories", "header.trajectory_count")
-"""Fields of a refusal that are at fault for what the batch holds, although no trajectory is by itself."""
+"""Fields of a refusal that mean that the batch as a whole is the cause, and no single trajectory."""
 
 _NEVER_FITS = "MESSAGE_TOO_LARGE"
 
 
 class BatchRefusedError(Exception):
-    """The trainer, or the channel to it, refuses a batch for what it holds: sent again it would be refused again.
+    """The trainer, or the channel to it, refuses a batch because of its content: it would refuse it again.
 
     Attributes:
-        rows: Places of the trajectories at fault, from 0; empty if nobody can say which.
+        rows: Places of the trajectories that are the cause, from 0; empty if they are not known.
         problem: What is wrong, and what to do about it.
     """
 
@@ -42,7 +42,7 @@ class BatchRefusedError(Exception):
 
     @classmethod
     def of(cls, error: SluiceError) -> BatchRefusedError | None:
-        """Return what the answer to a batch says of the batch; None if something else is at fault, such as settings."""
+        """Return the refusal that an error stands for; None if the cause is not the batch, but for example settings."""
         if error.code is not grpc.StatusCode.INVALID_ARGUMENT:
             return None
         rows = frozenset(numbers(error.metadata.get(ROWS, ""))) or rows_of(error.violations)
@@ -56,7 +56,7 @@ Found = tuple[Group, Sequence[SharedRecord]]
 
 
 def too_large(found: Sequence[Found]) -> list[Group]:
-    """Return the groups without which the others fit into one batch: those with the most trajectories, or bytes, first.
+    """Return the groups to remove so that the others fit into one batch: first those with the most trajectories, or bytes.
 
     Its time grows with the size of the trajectories: not for an event loop.
     """
@@ -86,7 +86,7 @@ def set_aside(group: Group, reason: str, problem: str, trajectory_ids: Iterable[
 
 
 def refused(found: Sequence[Found], refusal: BatchRefusedError) -> list[journal_pb2.Fact]:
-    """Return the facts that set aside what a refusal names: its trajectories, or all groups where it names none of theirs."""
+    """Return the facts that set aside the trajectories that a refusal names, or all groups if it names none."""
     at_fault: list[tuple[Group, list[str]]] = []
     place = 0
     for group, records in found:
@@ -100,7 +100,7 @@ def refused(found: Sequence[Found], refusal: BatchRefusedError) -> list[journal_
 
 
 class _Counted(NamedTuple):
-    """What one batch holds, and what was set aside while it was made."""
+    """How much one batch holds, and how much was set aside while it was made."""
 
     made: int
     set_aside: int
@@ -109,12 +109,12 @@ class _Counted(NamedTuple):
 class SetAsideShare:
     """Follows the facts of a run, and says when too much of it is set aside.
 
-    Until as many batches were made as it looks at, those that are missing count as full ones: one odd group of the first batch does
+    Until `WINDOW` batches were made, the missing ones count as full batches, so that one odd group of the first batch does
     not stop a run.
 
     Args:
-        most: Largest share of what passed the doors that may be set aside, 0 to 1; more pauses the run.
-        batch: Trajectories of a batch whose episodes have one each.
+        most: Largest share of the trajectories that may be set aside, 0 to 1. More pauses the run.
+        batch: Trajectories of a batch in which each episode has one.
     """
 
     def __init__(self, most: float, batch: int) -> None:
@@ -140,17 +140,17 @@ class SetAsideShare:
             self._set_aside, self._problem = 0, ""
 
     def state(self) -> tuple[Any, ...]:
-        """Return what facts made of it, for `restore`."""
+        """Return the state that the facts led to, for `restore`."""
         return [tuple(each) for each in self._batches], self._set_aside, self._problem
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        """Take over what facts made of another one."""
+        """Restore what `state` returned."""
         batches, self._set_aside, self._problem = state
         self._batches = deque((_Counted(*each) for each in batches), maxlen=WINDOW)
 
     @property
     def exceeded(self) -> str:
-        """What to tell who runs it if more than the share is set aside; empty otherwise."""
+        """A message for the operator if more than the share is set aside; else empty."""
         gone = self._set_aside + sum(each.set_aside for each in self._batches)
         made = sum(each.made for each in self._batches)
         batches = len(self._batches)

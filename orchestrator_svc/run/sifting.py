@@ -1,6 +1,6 @@
 """Which trajectories of a scored group are trained: missing rewards, episodes that were cut off, groups without signal.
 
-Pure. An episode that a limit cut off (of its length, or of its turns) is known by its finish reason, never by its length.
+Pure. An episode that a limit (of length or turns) cut off is recognised by its finish reason, never by its length.
 Its environment's `overlong.policy` says what becomes of it:
 
     none      nothing
@@ -32,9 +32,9 @@ class ScoredGroup:
         everyone: All records, in order.
         rewards: Their rewards as the environment gave them; None for a missing one.
         records: Those that may be trained; empty if none may.
-        untrainable: Reason of each that may not, by trajectory.
+        untrainable: Reason of each trajectory that may not be trained, by its name.
         overlong: Trajectories that the rule for long episodes changed or left out.
-        without_signal: Whether the settings say that another group shall take the place of this one.
+        without_signal: Whether another group shall take the place of this one, according to the settings.
     """
 
     everyone: list[SharedRecord] = field(default_factory=list)
@@ -57,13 +57,13 @@ def sift(
     should_accept: Callable[[Sequence[orchestrator_pb2.TrajectoryRecord]], bool] | None = None,
     most_reward: float = MAX_REWARD,
 ) -> ScoredGroup:
-    """Separate what may be trained from what may not; rewards and masks of the records change as `overlong` says.
+    """Separate trajectories that may be trained from the others. Change rewards and masks of the records as `overlong` says.
 
     Args:
         records: All trajectories of the group.
-        settings: Those of its environment.
+        settings: The settings of its environment.
         most_tokens: Limit of one turn in tokens.
-        should_accept: Says of those that may be trained whether they are worth it; None: they are. It gets whole records.
+        should_accept: Gets the whole records that may be trained, and returns whether to train them; None: train them.
         most_reward: Largest absolute value of a reward.
     """
     group = ScoredGroup(
@@ -78,7 +78,7 @@ def sift(
             group.records.append(record)
     if policy == "penalise":
         _penalise(group, settings.overlong, most_tokens)
-    # One reward per episode: one that forked has several trajectories.
+    # One reward per episode: an episode that forked has several trajectories.
     rewards = {each.trajectory.episode_id: each.trajectory.reward for each in group.records}
     group.without_signal = bool(rewards) and (
         _without_signal(list(rewards.values()), settings.filter)
@@ -112,7 +112,7 @@ def _why_not(record: SharedRecord, policy: str, most_reward: float) -> str:
 
 
 def _rewards(trajectory: tokens_pb2.Trajectory) -> Iterator[float]:
-    """Yield every reward that a trajectory brings."""
+    """Yield every reward of a trajectory."""
     yield trajectory.reward
     yield from trajectory.branch_rewards
     yield from trajectory.token_rewards
@@ -120,7 +120,7 @@ def _rewards(trajectory: tokens_pb2.Trajectory) -> Iterator[float]:
 
 
 def _penalise(group: ScoredGroup, rule: OverlongConfig, most_tokens: int) -> None:
-    """Take the penalty of its longest turn from the reward of each episode, and from those of its branches."""
+    """Subtract the penalty of its longest turn from the reward of each episode, and from the rewards of its branches."""
     lost: dict[str, float] = {}
     for record in group.records:
         episode, own = record.trajectory.episode_id, penalty(record.trajectory, rule, most_tokens)
@@ -134,7 +134,7 @@ def _penalise(group: ScoredGroup, rule: OverlongConfig, most_tokens: int) -> Non
 
 
 def penalty(trajectory: tokens_pb2.Trajectory, rule: OverlongConfig, most_tokens: int) -> float:
-    """Return what an episode loses of its reward, by its longest turn."""
+    """Return how much to subtract from an episode's reward, by its longest turn."""
     if _cut_off(trajectory):
         return rule.penalty
     if not rule.buffer_tokens:

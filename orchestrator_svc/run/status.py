@@ -38,13 +38,13 @@ KEPT = 10_000
 """Events kept, as the contract says."""
 
 _AGENTS = "agents/"
-"""Begins the name of the cause in what the run waits for, before the environment."""
+"""Prefix of the name of this cause in `RunStatus.waits_for`; the environment follows."""
 
 _NUMBERS_PER_START = 1 << 32
-"""Sequence numbers of one process: more than it can emit, so that those of the next process are all greater."""
+"""Sequence numbers per process: more than it can emit, so that all numbers of the next process are greater."""
 
 _LOOK_S = 5.0
-"""Seconds between two looks at replicas and environments for what is wrong with them."""
+"""Seconds between two checks of replicas and environments."""
 
 _NOTABLE = 0.1
 """Share of the time below which waiting is not worth reporting."""
@@ -53,7 +53,7 @@ _MOST_QUARANTINED = 100
 """Tasks in quarantine that GetRun and the report name, as the contract says."""
 
 _TOKENS = {"sampled": "tokens", "kept": "tokens_kept", "lost": "tokens_lost"}
-"""Counts of the pool by the kind of their tokens: of whole samples; kept, or lost, where a request moved to another replica."""
+"""Counts of the pool, by kind of tokens: sampled in whole samples; kept or lost when a request moved to another replica."""
 
 _DEFAULT_PAGE = 50
 _LARGEST_PAGE = 500
@@ -67,11 +67,11 @@ class RunStatus:
     Attributes:
         history: The last trajectories whose outcome is known.
         watch: Says what is wrong with the run.
-        waits_for: What the run waits for that somebody may have to repair or start, by a name of the cause.
+        waits_for: What the run waits for and somebody may have to repair or start, by name of the cause.
         evaluations: The last evaluation of each environment.
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, the pace, or a version that no replica serves yet stopped dispatch.
-        rollout_idle: The part of it in which no group was running either.
+        rollout_idle: The part of that time in which no group was running either.
         loop_lag: How late the event loop is.
     """
 
@@ -120,7 +120,7 @@ class RunStatus:
         return self._elapsed_before_s + self._clock() - self._began
 
     def shares(self) -> tuple[ShareSince, ShareSince, ShareSince]:
-        """Return the shares of time since each was taken last: trainer idle, dispatch blocked, rollout idle."""
+        """Return the shares of time since the last call: trainer idle, dispatch blocked, rollout idle."""
         now = self._clock()
         return (
             ShareSince(self.trainer_idle, now),
@@ -200,7 +200,7 @@ class RunStatus:
             self._look_at_load(time.time())
 
     def _look_at_load(self, wall: float) -> None:
-        """Say what is wrong with replicas and environments, at a time in seconds since 1970."""
+        """Report what is wrong with replicas and environments. `wall` is in seconds since 1970."""
         self._log_findings(self.watch.load(self._loads.read(self.describe(), wall)))
 
     def _log_findings(self, begun: Iterable[Finding]) -> None:
@@ -209,7 +209,7 @@ class RunStatus:
             log.info("finding", rule=each.rule.name, broken=each.broken, what=each.what, remedy=each.rule.remedy)
 
     def _look_for_agents(self, now: float) -> None:
-        """Say which environments wait for agents that do not come, in the log once."""
+        """Report which environments wait for agents that do not come. Log each once."""
         missing = self._missing_agents
         for environment in missing.look(self._ledger.groups.values(), now):
             log.warning(
@@ -266,7 +266,7 @@ class RunStatus:
         )
 
     def waits_for_others(self) -> Iterator[str]:
-        """Yield what the run waits for: replicas, and what `waits_for` names."""
+        """Yield what the run waits for: replicas, and the entries of `waits_for`."""
         replicas = self._pool.replicas
         if all(each.why_not() for each in replicas):
             known = f"none of the {len(replicas)} that are known gets work" if replicas else "none is known yet"
@@ -370,7 +370,7 @@ class RunStatus:
         fit = sum(not each.why_not() for each in replicas)
         counts = {"fit": float(fit), "unfit": float(len(replicas) - fit)}
         yield gauge("sluice_run_replicas", "Replicas known, by whether they get work.", counts, "state")
-        # A replica of an older epoch has none of the versions of this one.
+        # A replica at a version of an older epoch has no version of this epoch.
         lags = {
             each.name: float(
                 ledger.applied - each.version.number if each.version.epoch == ledger.epoch else ledger.applied
@@ -389,7 +389,7 @@ class RunStatus:
 def describe_environments(
     curriculum: Curriculum, most_quarantined: int = _MOST_QUARANTINED
 ) -> list[orchestrator_pb2.RunEnvironment]:
-    """Describe the environments of a run, with at most so many tasks in quarantine each."""
+    """Describe the environments of a run, each with at most `most_quarantined` tasks in quarantine."""
     described = []
     for name in curriculum.environments:
         counts, stream = curriculum.counts(name), curriculum.stream(name)
@@ -424,12 +424,12 @@ def replica_event(replica: Replica) -> orchestrator_pb2.RunEvent:
 class EventLog:
     """Events by sequence number: a bounded history that any number of watchers read at their own pace.
 
-    The numbers of the first process begin at 1. Each later process of the run begins above all that its predecessors can
-    have used, so that a watcher that reads on from the last number it saw misses no event.
+    The numbers of the first process begin at 1. Each later process of the run begins above all numbers that its predecessors
+    can have used, so that a watcher that continues from the last number it saw misses no event.
 
     Args:
         start: Number of this process among those of the run, from 1.
-        keep: Gets each event when it has its number; returns at once. None: events are not kept elsewhere.
+        keep: Gets each event with its number, and returns at once. None: events are kept only here.
     """
 
     def __init__(self, start: int = 1, keep: Callable[[orchestrator_pb2.RunEvent], None] | None = None) -> None:
@@ -458,7 +458,7 @@ class EventLog:
         self._changed.set()
 
     async def follow(self, from_sequence_no: int) -> AsyncIterator[orchestrator_pb2.RunEvent]:
-        """Yield events from a number on, or from the oldest one kept, until the run has ended."""
+        """Yield events from a number on, or from the oldest kept event, until the run has ended."""
         number = max(1, from_sequence_no)
         self._watchers += 1
         self._nobody.clear()
@@ -494,8 +494,8 @@ class Kept(NamedTuple):
 
     Attributes:
         number: Its place in the order in which they came, from 1.
-        beginning: What it has in common with others; None: nothing.
-        payload: The rest of it.
+        beginning: The beginning that it shares with others; None if it shares none.
+        payload: The rest of the trajectory.
     """
 
     number: int
@@ -505,7 +505,7 @@ class Kept(NamedTuple):
     payload: bytes
 
     def matches(self, request: orchestrator_pb2.ListTrajectoriesRequest) -> bool:
-        """Return whether a request asks for it."""
+        """Return whether a request asks for this trajectory."""
         if request.HasField("step") and self.step != request.step:
             return False
         if not request.HasField("reward_below"):
@@ -521,7 +521,7 @@ class TrajectoryHistory:
     """The last trajectories whose outcome is known, for ListTrajectories; older ones are in the files.
 
     Args:
-        max_bytes: Serialised size of all that are kept; what several begin with counts once.
+        max_bytes: Serialised size of all kept trajectories; a shared beginning counts once.
     """
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
@@ -553,10 +553,10 @@ class TrajectoryHistory:
                 self._bytes -= len(part.payload)
 
     def page(self, request: orchestrator_pb2.ListTrajectoriesRequest) -> orchestrator_pb2.ListTrajectoriesResponse:
-        """Return a page, newest first; its token is the number of the last one shown.
+        """Return a page, newest first. Its token is the number of the last trajectory shown.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT if the token is not one of ours.
+            SluiceError: INVALID_ARGUMENT if the token is not from `page`.
         """
         before = page_start(request.page_token, "ListTrajectories") or self._next
         wanted = min(request.page_size or _DEFAULT_PAGE, _LARGEST_PAGE)
@@ -594,7 +594,7 @@ class HeldTime:
 
 
 class ShareSince:
-    """The share of time in which a condition held since the share was taken last."""
+    """The share of time in which a condition held since the last `take`."""
 
     def __init__(self, held: HeldTime, now: float) -> None:
         self._held = held
@@ -609,7 +609,7 @@ class ShareSince:
 
 
 def bottleneck(trainer_idle: float, rollout_idle: float) -> str:
-    """Return who makes the other one wait: "rollout", "trainer", or empty if neither does notably."""
+    """Return which side makes the other wait: "rollout", "trainer", or empty if neither waits notably."""
     if max(trainer_idle, rollout_idle) < _NOTABLE:
         return ""
     return "rollout" if trainer_idle >= rollout_idle else "trainer"

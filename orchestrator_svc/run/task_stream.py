@@ -1,6 +1,6 @@
-"""The tasks of one environment: in which order they come, what is known of each, and which are not drawn any more. Pure.
+"""The tasks of one environment: their order, their progress, and which are in quarantine. Pure.
 
-`Shares` gives places in turn to names: pools of tasks here, environments in `curriculum`.
+`Shares` gives places to names in turn: to pools of tasks here, to environments in `curriculum`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NEWEST_WEIGHT = 0.5
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of one task.
+    """The progress of one task.
 
     Attributes:
-        draws: Groups that were drawn of it.
-        running: Those of them that have not ended.
+        draws: How often the task was drawn for a group.
+        running: Groups of it that have not ended.
         solve_rate: Moving mean of the share of its episodes that were solved; None before the first.
         failures: Groups of it that failed one after the other.
         problem: Why it is in quarantine; empty if it is not.
@@ -46,16 +46,16 @@ class Progress:
 class TaskStream:
     """The tasks of one environment, in the order in which they are drawn.
 
-    Without pools every task comes once per pass, each pass in another order; a place in this stream is a position. With
-    pools the pool is chosen by the wanted shares, and of its tasks the one that was drawn least often. In both cases the
-    seed and the facts decide, nothing else.
+    Without pools every task comes once per pass, each pass in another order; a position is a place in this stream. With
+    pools, the pool is chosen by the wanted shares, and from it the task that was drawn least often. Both depend only on
+    the seed and the facts.
 
     Attributes:
-        next_position: Without pools the place of the next task; with pools the number of draws so far.
+        next_position: Without pools, the place of the next task; with pools, the number of draws so far.
         quarantined: Tasks that are not drawn any more.
 
     Raises:
-        ValueError: if there are no tasks, or two of them have one id.
+        ValueError: if there are no tasks, or two tasks have the same id.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, pools: PoolsConfig | None = None, *, split: str = "") -> None:
@@ -102,7 +102,7 @@ class TaskStream:
         return task_id in self._tasks
 
     def get(self, task_id: str) -> Task | None:
-        """Return a task; None if there is none of this id."""
+        """Return the task with this id; None if there is none."""
         place = self._tasks.get(task_id)
         return None if place is None else self._listed[place]
 
@@ -129,7 +129,7 @@ class TaskStream:
         return {name: self._sizes[name] for name in POOLS}
 
     def choose_task(self) -> tuple[str, int]:
-        """Return the next task and its position. At least one must not be in quarantine."""
+        """Return the next task and its position. At least one task must not be in quarantine."""
         if self._pools.enabled:
             return self._choose_by_pool(), self.next_position
         position = self.next_position
@@ -167,7 +167,7 @@ class TaskStream:
         self._leave(task_id, self._known(task_id), self.pool(task_id))
 
     def quarantine(self, task_id: str, failures: int, problem: str) -> None:
-        """Draw a task no more."""
+        """Put a task in quarantine: it is not drawn any more."""
         known = self._known(task_id)
         if not known.problem and task_id in self._tasks:
             self._sizes[self.pool(task_id)] -= 1
@@ -176,7 +176,7 @@ class TaskStream:
             self.quarantined[task_id] = known
 
     def release(self, task_id: str) -> None:
-        """Draw a task again that is in quarantine, and forget the groups of it that failed."""
+        """Take a task out of quarantine, and forget its failures."""
         known, was_out = self._known(task_id), self.quarantined.pop(task_id, None) is not None
         known.failures, known.problem = 0, ""
         if was_out:
@@ -184,7 +184,7 @@ class TaskStream:
             self._move(task_id, known, self.pool(task_id))
 
     def restore(self, noted: journal_pb2.EnvironmentProgress) -> None:
-        """Take over what a note of the journal says."""
+        """Take over a note of the journal."""
         self.next_position = noted.next_position
         self.pool_shares.credits.update(
             {name: value for name, value in noted.pool_credits.items() if name in self.pool_shares.credits}
@@ -208,7 +208,7 @@ class TaskStream:
         return journal_pb2.EnvironmentProgress(next_position=self.next_position, tasks=tasks, pool_credits=owed)
 
     def state(self) -> dict[str, Any]:
-        """Return what facts made of it, for `take_over`."""
+        """Return the state that the facts led to, for `take_over`."""
         return {
             "next_position": self.next_position,
             "progress": {
@@ -223,14 +223,14 @@ class TaskStream:
         }
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Take over what facts made of another stream of the same tasks and settings."""
+        """Restore what `state` returned for a stream with the same tasks and settings."""
         self.next_position, self._unnoted = state["next_position"], state["unnoted"]
         self.progress = {name: Progress(*each) for name, each in state["progress"].items()}
         self.quarantined = {name: self.progress[name] for name in state["quarantined"]}
         self.pool_shares.credits, self._sizes, self._free = state["credits"], state["sizes"], state["free"]
 
     def _known(self, task_id: str) -> Progress:
-        """Return what is known of a task, to change it."""
+        """Return the progress of a task, to change it."""
         self._unnoted.add(task_id)
         return self.progress.setdefault(task_id, Progress())
 
@@ -239,7 +239,7 @@ class TaskStream:
         self._move(task_id, known, pool_before)
 
     def _move(self, task_id: str, known: Progress, pool_before: str) -> None:
-        """Put a task where its solve rate says."""
+        """Put a task into the pool of its solve rate."""
         if known.problem or task_id not in self._tasks:
             return
         pool = self.pool(task_id)
@@ -249,7 +249,7 @@ class TaskStream:
             heapq.heappush(self._free[pool], self._entry(task_id, known.draws))
 
     def _entry(self, task_id: str, draws: int) -> tuple[int, int, str]:
-        """Return the place of a task in its pool: least drawn first, then an order that the seed gives each number of draws."""
+        """Return the sort key of a task in its pool: least drawn first, then an order that depends on the seed and the number of draws."""
         digest = hashlib.blake2b(f"{self._seed}/{draws}/{task_id}".encode(), digest_size=8).digest()
         return draws, int.from_bytes(digest), task_id
 
@@ -263,7 +263,7 @@ class TaskStream:
                 known.problem or known.running or known.draws != draws or self.pool(task_id) != pool
             ):
                 return task_id
-            heapq.heappop(free)  # it has changed since, and has another entry where it is now
+            heapq.heappop(free)  # outdated: the task has another entry at its present place
         return None
 
     def _able_pools(self) -> list[str]:
@@ -276,21 +276,21 @@ class TaskStream:
         free = self._first_free(pool)
         if free is not None:
             return free
-        # Groups of all tasks run: there are fewer tasks than groups, so looking at each is cheap.
+        # Every task has a running group, so there are fewer tasks than groups, and checking each task is cheap.
         here = [each for each in self._names if each not in self.quarantined and self.pool(each) == pool]
         return min(here, key=lambda each: (self.progress[each].running, *self._entry(each, self.progress[each].draws)))
 
 
 _ROUNDING = 1e-9
-"""Places by which sums of shares may be off."""
+"""Rounding error of sums of shares, in places."""
 
 
 class Shares:
-    """Gives places to names so that after any number of places each has its share of them, less than one place off.
+    """Gives places to names so that at any time the places of each name differ from its share by less than one.
 
-    Each place gives every name its share as credit and takes 1 from the name that gets it. Of those with credit above 0
-    the one gets it that would be a whole place behind first: earliest deadline first keeps each credit between -1 and 1
-    (Baruah et al., "Proportionate progress", 1996). What a name that cannot take a place is owed goes to the others.
+    Each place gives every name its share as credit and takes 1 from the name that gets it. Among names with credit above 0 the place
+    goes to the one that would be a whole place behind first: earliest deadline first keeps each credit between -1 and 1
+    (Baruah et al., "Proportionate progress", 1996). The credit of a name that cannot take a place goes to the others.
     """
 
     def __init__(self, wanted: Mapping[str, float]) -> None:
@@ -307,7 +307,7 @@ class Shares:
         self._wanted[name] = weight
 
     def choose(self, able: Collection[str]) -> str | None:
-        """Return who gets the next place; None if none of `able` has a share."""
+        """Return the name that gets the next place; None if no name in `able` has a share."""
         due, shares = self._due(able)
         candidates = [name for name in shares if due[name] > _ROUNDING]
         return min(candidates, key=lambda name: (1 - due[name]) / shares[name], default=None)
@@ -317,13 +317,13 @@ class Shares:
         self.credits, _ = self._due(able)
         self.credits[name] -= 1
         if max(map(abs, self.credits.values())) > 1 + _ROUNDING:
-            # These places were given under other shares, which a start that counts them again does not know.
+            # These places were given under other shares, which a start does not know when it counts them again.
             self.credits = dict.fromkeys(self.credits, 0.0)
 
     def _due(self, able: Collection[str]) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the credits with those of the next place, and the shares of it of those who can take it.
+        """Return the credits, the next place's included, and the shares of this place for the names that can take it.
 
-        The others lose what they are owed, so that the sum of all is 1 and one of `able` is above 0.
+        The other names lose their credit, so that the sum of all credits is 1 and at least one of `able` is above 0.
         """
         weights = {name: weight for name, weight in self._wanted.items() if weight > 0 and name in able}
         total = sum(weights.values())

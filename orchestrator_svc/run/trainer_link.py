@@ -1,6 +1,6 @@
-"""The orchestrator's side of TrainerService: calls that wait for a trainer which is away, and say when its epoch is lost.
+"""The orchestrator's client of TrainerService: its calls wait while the trainer is away, and raise an error when its epoch is lost.
 
-`applied_fact` and `report_of` turn what it reports of a batch into a fact, and back.
+`applied_fact` and `report_of` convert the trainer's report on a batch into a fact, and back.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = structlog.get_logger(__name__)
 _Answer = TypeVar("_Answer")
 
 RETRY_S = 0.5
-"""Seconds between two attempts, where the trainer does not say."""
+"""Seconds between two attempts if the trainer does not name a time."""
 
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED}
-"""Answers that waiting cures. `step_s` bounds how long a batch is repeated, `lost_s` how long a trainer may be away."""
+"""Errors that waiting can cure. `step_s` bounds how long a batch is repeated, `lost_s` how long a trainer may be away."""
 
 _UNUSABLE = {grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND}
-"""Answers of a trainer that cannot read a checkpoint, where an older one may do."""
+"""Errors of a trainer that cannot read a checkpoint: try an older one."""
 
 _ENDED_PHASES = {trainer_pb2.TRAINER_PHASE_STARTING, trainer_pb2.TRAINER_PHASE_READY, trainer_pb2.TRAINER_PHASE_FAILED}
 
@@ -46,7 +46,7 @@ class TrainerLink:
     """Calls one trainer, and waits for it while it is away.
 
     Attributes:
-        away: Failed calls that wait for the trainer to answer again.
+        away: Number of failed calls that wait for the trainer to answer again.
         away_s: Seconds that such calls have waited so far.
     """
 
@@ -76,7 +76,7 @@ class TrainerLink:
 
         Args:
             epoch: The epoch; 0 if the run has none yet.
-            applied: Batches that its weights must hold at least.
+            applied: Least number of batches that its weights must hold.
 
         Returns:
             Number of the batch, applied or queued; None if the trainer left the epoch or lost some of its batches.
@@ -93,7 +93,7 @@ class TrainerLink:
     async def begin_epoch(self, epoch: int, position: int, lineage: Lineage) -> trainer_pb2.BeginEpochResponse:
         """Open an epoch from the newest checkpoint that the journal has reached, waiting for a trainer that is not there yet.
 
-        A checkpoint that an earlier rollback left behind is not taken: the batches after the rollback are others.
+        Do not take a checkpoint of weights that an earlier rollback took back: the batches after the rollback differ.
 
         Args:
             epoch: The epoch.
@@ -133,7 +133,7 @@ class TrainerLink:
         raise AssertionError("a trainer answers or refuses")
 
     async def save(self, position: int, deadline_s: float, *, patience_s: float) -> trainer_pb2.SaveCheckpointResponse:
-        """Let the trainer write a checkpoint that belongs to a position of the journal, waiting so long if it is away.
+        """Let the trainer write a checkpoint that belongs to a position of the journal. Wait `patience_s` seconds if it is away.
 
         Raises:
             SluiceError: if it cannot be written, or the trainer is not there in time.
@@ -149,7 +149,7 @@ class TrainerLink:
         Raises:
             BatchRefusedError: if the content of the batch is the cause.
             EpochLostError: if the trainer trains another epoch, or went away.
-            SluiceError: if something else is at fault that waiting does not cure, such as settings.
+            SluiceError: if there is another cause that waiting does not cure, such as settings.
         """
         waits = ""
         while True:
@@ -159,7 +159,7 @@ class TrainerLink:
                 if (refusal := BatchRefusedError.of(error)) is not None:
                     raise refusal from error
                 if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    if error.reason != waits:  # once: a full queue is repeated twice a second
+                    if error.reason != waits:  # log once: the call is repeated twice a second while the queue is full
                         waits = error.reason
                         log.info("a batch waits for the trainer", batch=header.batch_id, reason=str(error))
                     await self._clock.sleep(error.retry_after_s or RETRY_S)
@@ -266,7 +266,7 @@ def applied_fact(batch: Batch, step: trainer_pb2.StepReport) -> journal_pb2.Batc
 
 
 def report_of(applied: journal_pb2.BatchApplied) -> trainer_pb2.StepReport:
-    """Return what the fact of an applied batch has of the trainer's report, which is gone: the outcomes, without numbers of tokens."""
+    """Rebuild a trainer's report from the fact of an applied batch: the outcomes, without numbers of tokens."""
     trained, dropped = tokens_pb2.TRAJECTORY_OUTCOME_TRAINED, tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
     step = trainer_pb2.StepReport(sequence_no=applied.sequence_no, policy_version=applied.policy_version)
     for each in applied.trained:

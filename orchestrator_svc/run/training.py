@@ -1,7 +1,7 @@
-"""From scored groups to applied batches: make a batch, hand it to the trainer, and take in what became of it.
+"""From scored groups to applied batches: make a batch, submit it to the trainer, and record its outcome.
 
-`Training` opens one epoch of the trainer after the other, each from where the trainer's weights stand. A trainer that loses its
-epoch gets again, in the next one, what its checkpoint lacks.
+`Training` opens one epoch of the trainer after the other, each from where the trainer's weights stand. If a trainer loses its epoch, it
+gets the batches that its checkpoint lacks again in the next one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sluice.versions import Version, sampled_tokens
 log = structlog.get_logger(__name__)
 
 _MOST_AT_TRAINER = 2
-"""Batches at the trainer: one in training and one that waits. Further ones would only grow older there."""
+"""Most batches at the trainer: one in training and one that waits. Further batches would only grow older there."""
 
 _BATCH_TOO_LARGE = (
     "the groups of the batch are larger together than the limits of a batch (docs/limits.md): choose a smaller"
@@ -68,10 +68,10 @@ class Training:
     """Feeds one trainer until the last batch is applied.
 
     Args:
-        curriculum: A checkpoint notes where it stands.
+        curriculum: Its state is recorded with each checkpoint.
         pool: Knows the tokenizer and the precision of the replicas.
-        space: Says whether the run waits for room on a disk: then no batch is made, since each ends as a version.
-        recorder: Writes the text of what is dropped before it is in a batch.
+        space: Says whether the run waits for room on a disk: then no batch is made, since each results in a version on the disk.
+        recorder: Writes the text of trajectories that are dropped before they are in a batch.
         changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
@@ -97,10 +97,10 @@ class Training:
         self._at_trainer: set[int] = set()
         self._estimated: set[str] = set()  # ids of batches whose records hold their advantages
         self._submitting = False
-        self._step_began: float | None = None  # when the trainer had to begin the step that is due; None if none is due
+        self._step_began: float | None = None  # when the trainer had to begin the step that is due; None: none is due
         self._reporting = False
         self._learned = self._ledger.applied  # the last batch that changed the weights
-        self._shown: Mapping[int, int] | None = None  # until the steps that are missing were shown
+        self._shown: Mapping[int, int] | None = None  # None once the missing steps were shown
 
     async def check_trainer(self) -> None:
         """Wait for the trainer, and check that it has the objectives, and that both sides agree on who estimates advantages.
@@ -122,7 +122,7 @@ class Training:
         return self._ledger.applied
 
     async def keep_checkpoint(self, name: str, reason: str) -> None:
-        """Let the trainer keep a checkpoint beside the newest ones, in place of the one that was kept so before.
+        """Let the trainer keep a checkpoint beside the newest ones. It replaces the one that was kept this way before.
 
         Raises:
             SluiceError: if there is no such checkpoint any more, or the trainer cannot be reached.
@@ -130,7 +130,7 @@ class Training:
         await self._trainer.client.keep_checkpoint(self._trainer.run, name, reason)
 
     async def save_checkpoint(self, patience_s: float = 0.0) -> trainer_pb2.Checkpoint:
-        """Let the trainer write a checkpoint, and release what the journal need no longer keep.
+        """Let the trainer write a checkpoint, and release the payloads that the journal no longer needs.
 
         Args:
             patience_s: Seconds to wait for a trainer that is away.
@@ -152,7 +152,7 @@ class Training:
         return saved
 
     def stop(self) -> None:
-        """End after the batches that are made."""
+        """End after the batches that are already made."""
         self._scheduler.max_steps = min(self._scheduler.max_steps, self._ledger.next_batch - 1)
         self._changed.set()
 
@@ -164,7 +164,7 @@ class Training:
             shown: Last epoch in which each step was shown, of earlier processes.
 
         Raises:
-            SluiceError: if the trainer is lost again and again, or refuses.
+            SluiceError: if the trainer is lost too often, or refuses.
         """
         lost, self._shown = 0, shown
         while True:
@@ -177,7 +177,7 @@ class Training:
             else:
                 return
             self._scheduler.is_open = False
-            # Batches that the trainer trains again after its checkpoint, or skips since they are not finite, are no progress.
+            # Batches that the trainer trains again after its checkpoint, or skips because they are not finite, do not count as progress.
             lost = lost + 1 if self._learned == learned else 1
             if lost > self._config.max_lost_epochs:
                 raise SluiceError.unavailable(
@@ -197,7 +197,7 @@ class Training:
         if accepted is None:
             await self._begin_epoch()
             accepted = ledger.applied
-        # A trainer that lived on has the batches up to `accepted`, whether the journal can still read them or not.
+        # A trainer that did not restart has the batches up to `accepted`, even if the journal cannot read them any more.
         self._at_trainer.update(batch.sequence_no for batch in ledger.to_send if batch.sequence_no <= accepted)
         await self._unmake_unfit()
         await self._journal.durable()
@@ -229,7 +229,7 @@ class Training:
         self._record(epoch_begun=journal_pb2.EpochBegun(epoch=epoch, origin=answer.restored_version))
 
     async def _unmake_unfit(self) -> None:
-        """Take the batches apart that the trainer lacks and that cannot be sent as they are; drop what the disk damaged."""
+        """Unmake the batches that the trainer lacks and that cannot be sent as they are. Drop groups that the disk damaged."""
         to_send = [batch for batch in self._ledger.to_send if batch.sequence_no not in self._at_trainer]
         for batch in to_send:
             if reason := await self._why_unfit(batch):
@@ -241,7 +241,7 @@ class Training:
                 await self._readable(group)
 
     def _unmake_from(self, batch: Batch, reason: str) -> None:
-        """Take a batch apart that the trainer lacks, and those after it: the order of batches has no gaps."""
+        """Unmake a batch that the trainer lacks, and all later batches: the order of batches has no gaps."""
         later = [each for each in self._ledger.to_send if each.sequence_no >= batch.sequence_no]
         for each in reversed(later):
             self._estimated.discard(each.batch_id)
@@ -280,7 +280,7 @@ class Training:
             return None
 
     async def _account_for_past(self, on_step: OnStep) -> None:
-        """Note the outcome of batches that the weights already hold although no process lived to note it."""
+        """Record the outcome of batches that the weights hold but whose outcome no process could record."""
         await self._show_missing(on_step)
         batches = self._ledger.unreported
         if not batches:
@@ -304,8 +304,8 @@ class Training:
             await self._show(batch, report_of(applied), applied, await self._readable_groups(batch), on_step, past=True)
 
     async def _show_missing(self, on_step: OnStep) -> None:
-        """Show the applied batches that an earlier process noted, and was killed before it had shown them."""
-        # A batch that a checkpoint covered was shown long before.
+        """Show the applied batches that an earlier process recorded, but did not show before it was killed."""
+        # A batch that a checkpoint covers was shown long before.
         batches, shown = dict(self._ledger.applied_batches), self._shown
         if shown is None:
             return
@@ -321,7 +321,7 @@ class Training:
             await self._show(batch, step, applied, found, on_step, past=True)
 
     def _applied_facts(self, numbers: Collection[int]) -> Mapping[int, journal_pb2.BatchApplied]:
-        """Return how some batches were applied the last time, by number, ascending."""
+        """Return the last fact of each of these applied batches, by number, ascending."""
         facts = (fact.batch_applied for fact in self._journal.recorded("batch_applied"))
         found = {fact.sequence_no: fact for fact in facts if fact.sequence_no in numbers}
         return dict(sorted(found.items()))
@@ -345,11 +345,11 @@ class Training:
         """Return the seconds that the trainer has left for the step that is due; None if none is due.
 
         Raises:
-            SluiceError: DEADLINE_EXCEEDED if it has none left.
+            SluiceError: DEADLINE_EXCEEDED if no time is left.
         """
-        if self._step_began is None or self._reporting:  # a report that takes long is no fault of the trainer
+        if self._step_began is None or self._reporting:  # a slow report is not the trainer's fault
             return None
-        if self._trainer.away:  # that has a deadline of its own
+        if self._trainer.away:  # being away has its own deadline
             return RETRY_S
         limit = self._config.deadlines.step_s
         left = self._step_began + limit - self._trainer_time()
@@ -368,7 +368,7 @@ class Training:
         return self._clock() - self._trainer.away_s
 
     def _note_load(self) -> None:
-        """Note whether the trainer has something to do."""
+        """Note whether the trainer has work."""
         self._status.trainer_idle.set(not self._at_trainer, self._clock())
         if not (self._at_trainer or self._submitting):
             self._step_began = None
@@ -396,7 +396,7 @@ class Training:
                     self._set_aside(refused(found, refusal), found)
                     self._note_load()
         except EpochLostError:
-            # What this raises cancels `_follow`, and would cut off the report of a step that is under way.
+            # The error raised here cancels `_follow`, which would cut off the report of a step in progress.
             while self._reporting:
                 self._changed.clear()
                 await self._changed.wait()
@@ -460,7 +460,7 @@ class Training:
         return [record for _, records in groups for record in records]
 
     def _estimator(self, environment: str) -> str:
-        """Return the estimator of an environment; of one that was renamed meanwhile, that of the run."""
+        """Return the estimator of an environment. If it was renamed meanwhile, return the run's estimator."""
         settings = self._curriculum.environments.get(environment, self._config)
         return settings.advantage
 
@@ -487,13 +487,13 @@ class Training:
             return []
 
     async def note_left(self) -> None:
-        """Write the text of the trajectories that the end of the run leaves in no batch; a run that is continued may train them."""
+        """Write the text of the trajectories that are in no batch at the end of the run. If the run is continued, it may train them."""
         for group in list(self._ledger.groups.values()):
             if group.stage is not Stage.RUNNING:
                 self._recorder.write_dropped([Dropped(each, Reason.RUN_ENDED) for each in await self._texts(group)])
 
     def _set_aside(self, facts: Sequence[journal_pb2.Fact], found: Sequence[Found]) -> None:
-        """Record what is set aside, and write its text. The run continues without it."""
+        """Record which trajectories are set aside, and write their text. The run continues without them."""
         records = {each.trajectory.trajectory_id: each for _, own in found for each in own}
         for fact in facts:
             self._journal.record_fact(fact)
@@ -510,7 +510,7 @@ class Training:
         self._changed.set()
 
     def _drop(self, group: Group, reason: str, *, redraw: bool) -> None:
-        """Drop a group that was accepted and is in no batch."""
+        """Drop an accepted group that is in no batch."""
         self._record(
             group_dropped=journal_pb2.GroupDropped(
                 group=group.number, reason=reason, trajectories=group.size, redraw=redraw and not group.redrawn
@@ -543,7 +543,7 @@ class Training:
             tokenizer_digest=digest,
             sampler_dtype=self._pool.sampler_dtype(),
         )
-        # The trainer estimates again, in the same way, what loses a stale trajectory.
+        # If a group loses a stale trajectory, the trainer estimates its advantages again in the same way.
         together: dict[str, list[str]] = {}
         for group in batch.groups:
             together.setdefault(group.environment, []).append(group.name)
@@ -552,7 +552,7 @@ class Training:
                 header.estimated_groups.add(advantage_estimator=self._estimator(name), group_ids=names)
         elif (estimator := self._config.mix[0].advantage) != NO_ADVANTAGE:
             header.advantage_estimator = estimator
-        # The trainer gets only what the journal can give it again.
+        # Send the trainer only what the journal can send again.
         await self._journal.durable()
         self._submitting = True
         self._note_load()
@@ -606,7 +606,7 @@ class Training:
             self._learned = max(self._learned, step.sequence_no)
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
-        # What is only shown is computed after the batch has made room for others; `_show_missing` makes up for a kill before its end.
+        # Metrics are computed after the batch has made room for others. If a kill comes before that, `_show_missing` catches up.
         await run_to_end(asyncio.create_task(self._show(batch, step, applied, found, on_step, past=past), name="show"))
 
     async def _show(
@@ -623,11 +623,11 @@ class Training:
         records = [record for _, each in found for record in each]
         if batch.batch_id in self._estimated:
             self._estimated.remove(batch.batch_id)
-        else:  # UnfitRewardsError: of another estimator, as the settings were changed to; the batch is trained
+        else:  # UnfitRewardsError: the settings now name another estimator; the batch is trained
             with contextlib.suppress(UnfitRewardsError):
                 records = await self._with_advantages(found)
         for group, own in found:
-            for each in own:  # an earlier release did not note it
+            for each in own:  # an earlier release did not record it
                 each.own.environment = group.environment
         bound = self._scheduler.bound_of(batch)
         summary = await summarise(
@@ -639,7 +639,7 @@ class Training:
         await on_step(summary)
 
     async def _readable_groups(self, batch: Batch) -> list[tuple[Group, list[SharedRecord]]]:
-        """Return the trajectories of a batch without those that are damaged in the journal; the trainer has them all.
+        """Return the trajectories of a batch, without those that are damaged in the journal. The trainer has all of them.
 
         Raises:
             JournalError: if the journal as a whole cannot be read now.
@@ -654,14 +654,14 @@ class Training:
 
 
 def _digests(records: Sequence[SharedRecord]) -> list[bytes]:
-    """Return the digest of each trajectory, as the trainer gets it. Its time grows with the size of all: not for an event loop."""
+    """Return the digest of each trajectory, as the trainer gets it. Its time grows with their total size: not for an event loop."""
     return [trajectory_digest(each) for each in Each(records, SharedRecord.whole_trajectory)]
 
 
 async def _give_advantages(estimator: str, records: Sequence[SharedRecord]) -> None:
-    """Set the advantage of each trajectory within its group, one reward per episode; none where the trainer estimates.
+    """Set the advantage of each trajectory within its group, one reward per episode. Set none if the trainer estimates.
 
-    Where branches have rewards of their own, each token has its own advantage; see `sluice.advantages.Advantage`.
+    If branches have rewards of their own, each token has its own advantage; see `sluice.advantages.Advantage`.
 
     Raises:
         UnfitRewardsError: if the estimator cannot take the rewards of some groups.

@@ -1,7 +1,7 @@
 """How an episode runs: a task in, trajectories out, sampled by an engine that hides replicas and versions.
 
-`SingleTurn` asks one question and takes n answers; `MultiTurn` talks to an environment turn by turn, also to one that asks a
-question again until its answer is good enough (`retry`). Settings may name any other class with `arun_episode`, which is constructed with the
+`SingleTurn` asks one question and takes n answers; `MultiTurn` talks to an environment turn by turn. With `retry`
+a question is asked again until its answer is good enough. Settings may name any other class with `arun_episode`, which is constructed with the
 environment's processes and the settings.
 """
 
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 _Answer = TypeVar("_Answer")
 
 GroupFilter: TypeAlias = Callable[[Sequence[orchestrator_pb2.TrajectoryRecord]], bool]
-"""Says of the trajectories of a group whether they are trained."""
+"""Returns whether the trajectories of a group are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Sampling:
 
     Attributes:
         temperature: Softmax temperature; 0 is greedy, for evaluation only.
-        max_tokens: Most tokens per turn, where the task does not set its own limit.
+        max_tokens: Most tokens per turn, if the task does not set its own limit.
         chat_template_kwargs: Arguments of the chat template that take precedence over the run's.
     """
 
@@ -65,7 +65,7 @@ class Sampling:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def params(self, max_tokens: int | None) -> tokens_pb2.SamplingParams:
-        """Return it in the form of the contracts; `max_tokens` is the task's own limit, None if it has none."""
+        """Return the parameters in the form of the contracts; `max_tokens` is the task's own limit, None if it has none."""
         return tokens_pb2.SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
@@ -76,7 +76,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeData:
-    """What a workflow is asked for.
+    """The episodes that a workflow is asked to run.
 
     Attributes:
         task: The task.
@@ -84,10 +84,10 @@ class EpisodeData:
         episodes: Attempts wanted.
         sampling: How to sample.
         version: Oldest version that may sample.
-        request_prefix: Begins the ids of all requests, unique to the group; empty lets the server choose the ids. What follows
+        request_prefix: Prefix of the ids of all requests, unique to the group; empty lets the server choose the ids. The rest of an id
             names attempt, episode and turn, so that a repeated request is answered once.
         seed: Seed of the group's random numbers.
-        log: Keeps what was sampled; None where nothing is continued, such as in an evaluation.
+        log: Keeps what was sampled; None if a restart does not continue the episodes, such as in an evaluation.
     """
 
     task: Task
@@ -101,13 +101,13 @@ class EpisodeData:
 
 
 def loss(error: Exception) -> str:
-    """Return why an episode, or a group, that ended with an error brings nothing, as a reason of GetRun."""
+    """Return the reason, as in GetRun, why an episode or a group that ended with an error has nothing to train."""
     if isinstance(error, OverdueError):
         return Reason.EPISODE_DEADLINE
-    # A call whose process another one ended says nothing about its task.
+    # If another call ended the process of this call, that says nothing about the task.
     if isinstance(error, EnvironmentFailedError) and error.culprit:
         return error.reason
-    # What a replica will never take, such as a prompt that is too long, is the task's.
+    # If a replica will never accept a request, for example because its prompt is too long, the task is the cause.
     if isinstance(error, SluiceError) and error.code is grpc.StatusCode.INVALID_ARGUMENT:
         return Reason.REQUEST_REFUSED
     return Reason.EPISODE_FAILED
@@ -124,8 +124,8 @@ class RolloutWorkflow(Protocol):
         Returns:
             One record per trajectory, with tokens and conversation, named ``group_id-...``; with the reward if the workflow
             knows it, else the environment scores the last message. Fewer than wanted if some attempts failed: run each attempt within
-            `engine.episode()`, so that a late one does not fail the others. A `SharedRecord` names what it has in common with
-            others, which is then kept once.
+            `engine.episode()`, so that a late one does not fail the others. A `SharedRecord` names a beginning that it shares with others,
+            which is then kept once.
 
         Raises:
             SluiceError: if the group as a whole cannot be run.
@@ -186,9 +186,9 @@ class GroupRunner:
 
     Attributes:
         seed: Seed of the environments' and the requests' random numbers.
-        request_prefix: Begins the ids of all requests, unique to the run; empty lets the server choose the ids, so that nothing
-            is answered from memory.
-        should_accept: Says whether a group is trained; None trains all of them.
+        request_prefix: Prefix of the ids of all requests, unique to the run; empty lets the server choose the ids, so that no
+            request is answered from memory.
+        should_accept: Returns whether a group is trained; None trains all groups.
     """
 
     workflow: RolloutWorkflow
@@ -208,12 +208,12 @@ class GroupRunner:
         episode_log: JournaledEpisodes | None = None,
         deadline: ServedDeadline | None = None,
     ) -> list[SharedRecord]:
-        """Run so many attempts at a task, sampled by `version` or newer ones; the caller sets the deadline.
+        """Run `episodes` attempts at a task, sampled by `version` or newer ones; the caller sets the deadline.
 
-        A caller that waits within `deadline.limit()` gives that deadline: it counts when the group is served.
+        A caller that waits within `deadline.limit()` passes that deadline: it runs only while the group is served.
 
         Raises:
-            SluiceError: if the group as a whole cannot be run, or the workflow names trajectories as others may be named.
+            SluiceError: if the group as a whole cannot be run, or the workflow gives trajectories names that others may have.
         """
         prefix = f"{self.request_prefix}/{group_id}" if self.request_prefix else ""
         data = EpisodeData(task, group_id, episodes, sampling, version, prefix, self.seed, episode_log)
@@ -231,7 +231,7 @@ class GroupRunner:
 
 
 class Scored:
-    """Runs episodes with another workflow and scores those that come without a reward; a failed scoring leaves it missing."""
+    """Runs episodes with another workflow and scores those without a reward. If scoring fails, the reward stays missing."""
 
     def __init__(self, workflow: RolloutWorkflow, environment: EnvironmentProcesses) -> None:
         self._workflow, self._environment = workflow, environment
@@ -254,7 +254,7 @@ class Scored:
 
 
 class SingleTurn:
-    """Asks once and takes every sample as an episode; the environment scores them.
+    """Asks once. Every sample is an episode, which the environment scores.
 
     The whole group travels in one request, so that the replica shares the prompt among its samples.
     """
@@ -303,7 +303,7 @@ class SingleTurn:
 class MultiTurn:
     """Runs the episodes of a group side by side, turn by turn, each with a deadline of its own.
 
-    Sampled ids are kept: what follows is appended to them, they are never encoded again.
+    Sampled ids are never encoded again: what follows is appended to them.
 
     Args:
         max_turns: Most assistant turns; an episode that needs more is truncated.
@@ -316,11 +316,12 @@ class MultiTurn:
         """Run all episodes; those that fail or are late are left out.
 
         Raises:
-            EnvironmentFailedError: if all do, and one of them by what the environment did for this task, or because it was given up.
-            OverdueError: if all do, and one of them because it was late.
-            SluiceError: if all do for other reasons.
+            EnvironmentFailedError: if all fail, and at least one because of the environment's answer to this task, or because it was given
+            up.
+            OverdueError: if all fail, and at least one because it was late.
+            SluiceError: if all fail for other reasons.
         """
-        lost = () if data.log is None else data.log.lost  # by an earlier process
+        lost = () if data.log is None else data.log.lost  # lost in an earlier process
         left = [each for each in range(data.episodes) if each not in lost]
         if not left:
             raise _most_telling([], data.group_id)
@@ -372,7 +373,7 @@ class MultiTurn:
     ) -> bool:
         """Let the environment answer a turn; return whether the episode has ended."""
         last = transcript.finish_reason == tokens_pb2.FINISH_REASON_LENGTH or turn == self._max_turns - 1
-        # A step of a question that is asked again is its scoring, which has limits of its own.
+        # A step of a `RetriedQuestion` is its scoring, which has limits of its own.
         with engine.scoring() if isinstance(episode, RetriedQuestion) else contextlib.nullcontext():
             answer = await episode.step(said, last=last)
         transcript.keep_turn(turn, answer)
@@ -404,9 +405,9 @@ class _Transcript:
     finish_reason: tokens_pb2.FinishReason.ValueType = tokens_pb2.FINISH_REASON_UNSPECIFIED
     metrics: dict[str, float] = field(default_factory=dict)
     responses: list[rollout_pb2.GenerateResponse] = field(default_factory=list)
-    """Who sampled the turns, and when: nothing else of the answers."""
+    """Only who sampled the turns, and when; the rest of the answers is not kept."""
     sampled_messages: int = 0
-    """Messages that `ids` stand for, if there are tools."""
+    """Number of messages that `ids` cover, if there are tools."""
 
     async def append_messages(self, engine: PolicyEngine, messages: Iterable[Message]) -> None:
         """Append messages of the environment, up to where the assistant begins."""
@@ -471,16 +472,16 @@ class _Transcript:
         message = tokens_pb2.ChatMessage()
         message.CopyFrom(sample.message)
         for number, call in enumerate(message.tool_calls):
-            call.id = call.id or f"call-{turn}-{number}"  # where the model's format has none
+            call.id = call.id or f"call-{turn}-{number}"  # if the model's format has none
         self.messages.append(message)
         self.sampled_messages = len(self.messages)
         return plain_message(message)
 
     def keep_turn(self, turn: int, answer: Turn) -> None:
-        """Keep what the environment answered; of each of its measures the last value.
+        """Keep the environment's answer, and the last value of each of its measures.
 
         Raises:
-            ReplayDiffersError: if it answered otherwise when the turn was sampled.
+            ReplayDiffersError: if it gave another answer when the turn was sampled.
         """
         self.metrics |= answer.metrics
         if self.data.log is None:
@@ -525,14 +526,14 @@ def _most_telling(errors: Sequence[Exception], group_id: str) -> Exception:
 
 
 _ATTEMPTS = 4
-"""Attempts at an episode in one process; the second one has nothing to replay and can only fail if names of requests collide."""
+"""Most attempts at an episode in one process. The second has nothing to replay, so it fails only if request names collide."""
 
 
 async def _until_it_fits(data: EpisodeData, episode: int, attempt: Callable[[int], Awaitable[_Answer]]) -> _Answer:
-    """Continue an episode at the attempt that it is at; begin again as the next one where the replay differs.
+    """Continue an episode at its present attempt. If the replay differs, begin the next attempt.
 
     Raises:
-        SluiceError: if it differs again and again.
+        SluiceError: if the replay differs in every attempt.
     """
     first = data.log.attempt(episode) if data.log else 0
     for number in range(first, first + _ATTEMPTS):
@@ -559,7 +560,7 @@ async def _generate(
     if data.log is not None and (kept := await data.log.generation(*place)) is not None:
         return kept
     try:
-        # The prompt of a turn begins with the turns before it, and those of a group begin alike.
+        # The prompt of a turn begins with the turns before it, and all prompts of a group begin alike.
         episode = [f"{data.group_id}-{place[2][0]}"] if len(place[2]) == 1 else []
         response = await engine.agenerate(request, [*episode, data.group_id])
     except SluiceError as error:
@@ -584,7 +585,7 @@ def _new_record(data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRec
 def _conversation(
     data: EpisodeData, messages: Iterable[tokens_pb2.ChatMessage], tools: Iterable[tokens_pb2.Tool] = ()
 ) -> tokens_pb2.Conversation:
-    """Return a conversation of an episode, as its environment has it rendered."""
+    """Return a conversation of an episode with the template arguments of its environment."""
     conversation = tokens_pb2.Conversation(messages=messages, tools=tools)
     set_template_arguments(conversation, data.sampling.chat_template_kwargs)
     return conversation
@@ -605,7 +606,7 @@ class RetriedQuestions:
 
     Args:
         environment: Poses the questions and scores the answers.
-        rule: What is said to a wrong answer, and what a later one is worth.
+        rule: The reply to a wrong answer, and how much a later answer is worth.
     """
 
     def __init__(self, environment: EnvironmentProcesses, rule: RetryConfig) -> None:
@@ -613,7 +614,7 @@ class RetriedQuestions:
 
     @contextlib.asynccontextmanager
     async def episode(self, task: Task, seed: int) -> AsyncIterator[RetriedQuestion]:
-        """Pose a question. Nothing of it is random, so the seed is not used.
+        """Pose a question. It is not random, so the seed is not used.
 
         Raises:
             EnvironmentFailedError: if the environment fails.
@@ -628,8 +629,8 @@ class RetriedQuestion:
 
     Attributes:
         messages: The question.
-        answers: How many there were.
-        worth: What the last one was worth.
+        answers: Number of answers so far.
+        worth: Worth of the last answer.
     """
 
     messages: Sequence[Message]
@@ -640,9 +641,10 @@ class RetriedQuestion:
     worth: float = 0.0
 
     async def step(self, completion: str | Message, *, last: bool = False) -> Turn:
-        """Score an answer; ask again if it is not good enough. Each answer is scored, so that the `last` one is nothing special.
+        """Score an answer; ask again if it is not good enough. Every answer is scored, so `last` makes no difference.
 
-        The reward of a turn is what its answer is worth more than the one before, since an episode's reward is the sum of its turns'.
+        The reward of a turn is how much more its answer is worth than the previous one: an episode's reward is the sum of its turns'
+        rewards.
         Without a score the episode ends, and its reward is missing.
 
         Raises:

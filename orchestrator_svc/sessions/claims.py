@@ -1,7 +1,7 @@
-"""Who samples which request of a session, and what was sampled: claims, retries, and the tree of generations.
+"""Decide who samples which request of a session, and record the samples: claims, retries, and the tree of generations.
 
-A state machine over the ledger, as `lending`. Claims are kept in memory alone: they save work, and nothing is lost with them. A
-request that is recorded twice is recorded once, with or without a claim. `repeated` says which of two equal requests
+A state machine over the ledger, like `lending`. Claims are kept in memory only: they save work, and losing them loses nothing. A
+repeated recording of a request has no effect, with or without a claim. `repeated` says which of two equal requests
 repeats the other, `continued_sample` which sample a prompt continues.
 """
 
@@ -26,16 +26,16 @@ from sluice.v1 import journal_pb2 as pb
 from sluice.v1 import session_pb2
 
 MAX_CLAIM_S = 600.0
-"""Seconds that a claim lasts at most, as the contract says."""
+"""Most seconds that a claim lasts, as the contract says."""
 
 LOST_S = 600.0
-"""Seconds for which a request that ended without a reply is remembered, so that its retry is not taken for that of another one."""
+"""Seconds for which a request that ended without a reply is remembered, so that its retry is not taken for another request's retry."""
 
 MOST_LOST = 1024
-"""Of these in a session; beyond them the oldest is forgotten."""
+"""Most such requests in a session; beyond this number the oldest is forgotten."""
 
 MOST_GIVEN = 4096
-"""Repetitions of a session whose replies are noted in the journal. Further ones get their reply, and nobody notes who has read it."""
+"""Most repeated requests of a session that the journal notes. Further ones get their reply, but who read it is not recorded."""
 
 _DIGEST_BYTES = 16
 
@@ -47,8 +47,8 @@ class Claimed(NamedTuple):
     """The caller samples the request.
 
     Attributes:
-        parent: Sample that the prompt continues, as far as it is known before it is rendered; None if it continues none.
-        prefix: Index of the key that found it.
+        parent: Sample that the prompt continues, as far as that is known before rendering; None if it continues none.
+        prefix: Index of the key that matched `parent`.
     """
 
     parent: Sample | None
@@ -66,7 +66,7 @@ class Running(NamedTuple):
 
     Attributes:
         request_id: The request to wait for.
-        until: Seconds until which it is claimed.
+        until: Time in seconds at which its claim ends.
         gateway: Which gateway samples it.
     """
 
@@ -95,12 +95,12 @@ class _Claim:
     waiters: dict[str, _Waiter] = field(default_factory=dict)
 
     def is_read(self, now: float) -> bool:
-        """Return whether a client waits for the reply, here or there."""
+        """Return whether a client waits for the reply, at this gateway or at another."""
         return not self.unread or any(each.until > now for each in self.waiters.values())
 
 
 class _Lost(NamedTuple):
-    """A request that ended without a reply, or whose reply an unmarked one was given: its client may yet retry it."""
+    """A request that ended without a reply, or whose reply went to an unmarked request. Its client may still retry it."""
 
     body_digest: bytes
     retry: int
@@ -109,12 +109,12 @@ class _Lost(NamedTuple):
 
 @dataclass(slots=True)
 class _Requests:
-    """What is known of the requests of an open session beside its ledger.
+    """The requests of an open session, as far as the ledger does not hold them.
 
     Attributes:
-        claims: Those that are being sampled, by name.
-        lost: Those that ended without a reply, by name.
-        retries: The largest number of the retries that a recorded one answers; without those that answer none.
+        claims: Requests that are being sampled, by name.
+        lost: Requests that ended without a reply, by name.
+        retries: For each recorded request that answered retries: the largest number among them.
     """
 
     claims: dict[str, _Claim] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class _Requests:
     retries: dict[str, int] = field(default_factory=dict)
 
     def expire(self, now: float) -> None:
-        """End the claims whose time is over, and forget what was lost long ago."""
+        """End expired claims, and forget requests that were lost long ago."""
         for name in [name for name, each in self.claims.items() if each.until <= now]:
             self.lose(name, now)
         while self.lost and (len(self.lost) > MOST_LOST or next(iter(self.lost.values())).until <= now):
@@ -134,7 +134,7 @@ class _Requests:
             self.note_lost(name, claim.body_digest, claim.retry, now)
 
     def note_lost(self, name: str, body_digest: bytes, retry: int, now: float) -> None:
-        """Remember a request that ended without a reply; the dictionary is in the order of its ends."""
+        """Remember a request that ended without a reply; the dictionary is in the order in which they expire."""
         self.lost.pop(name, None)
         self.lost[name] = _Lost(body_digest, retry, now + LOST_S)
 
@@ -148,7 +148,7 @@ class Claims:
         limits: Bounds.
 
     Attributes:
-        away: Gateways whose connection is broken, and whose claims hold yet.
+        away: Gateways whose connection is broken, but whose claims still hold.
     """
 
     def __init__(self, journal: Journal, lending: Lending, limits: ExternalConfig) -> None:
@@ -159,11 +159,11 @@ class Claims:
     def begin_generation(
         self, principal: str, request: session_pb2.BeginGenerationRequest, now: float, *, joined: str = ""
     ) -> Claimed | Recorded | Running:
-        """Say what a request continues, and claim it; or what was recorded for it; or that another caller samples it.
+        """Claim a request and return what it continues, or return what was recorded for it, or that another caller samples it.
 
         Args:
             principal: Whose session it is.
-            request: What the gateway asks. The same gateway may repeat it, which prolongs its claim.
+            request: The gateway's request. The same gateway may repeat it, which prolongs its claim.
             now: Seconds.
             joined: Request that the caller has waited for, as `Running` said.
 
@@ -192,7 +192,7 @@ class Claims:
         prompt = as_ids(request.token_ids.ids) if request.HasField("token_ids") else None
         continued = continued_sample(session, prompt, request.prefix_keys)
         if claim is None and request.held and len(session.given) >= MOST_GIVEN:
-            return continued  # it may be one whose reply was given and not noted
+            return continued  # its reply may have been given without a note
         wanted = _Claim(
             request.gateway,
             request.body_digest,
@@ -202,7 +202,7 @@ class Claims:
             tokens=_least_tokens(session, request, continued.parent),
             retry=max(request.retry, 0 if claim is None else claim.retry),
             unread=request.unread,
-            # Those of its own gateway wait there now, which `unread` tells of.
+            # Waiters of its own gateway wait there now; `unread` says whether there are any.
             waiters={} if claim is None else _without(claim.waiters, request.gateway),
         )
         if claim is None and not request.held:
@@ -215,7 +215,7 @@ class Claims:
     def _repeated(
         self, session: Session, known: _Requests, request: session_pb2.BeginGenerationRequest, now: float, joined: str
     ) -> Recorded | Running | None:
-        """Return what a new request repeats; None if it is another sample.
+        """Return what a new request repeats; None if it asks for another sample.
 
         Args:
             session: The session.
@@ -234,7 +234,7 @@ class Claims:
                 known.lost.pop(found.name if found else "", None)
                 return None
             if not request.is_retry:
-                known.note_lost(name, digest, found.retry, now)  # its own client may yet retry it
+                known.note_lost(name, digest, found.retry, now)  # its own client may still retry it
             if found.state is RequestState.RECORDED:
                 if request.retry > found.retry:
                     known.retries[found.name] = request.retry
@@ -255,7 +255,7 @@ class Claims:
         claims: Mapping[str, _Claim],
         now: float,
     ) -> list[Earlier]:
-        """Return the earlier requests with the same body; of those that are being sampled, these claims."""
+        """Return the earlier requests with the same body. `claims` are those that are being sampled."""
         digest, retries = request.body_digest, known.retries
 
         def doubt(claim: _Claim) -> int:
@@ -279,9 +279,9 @@ class Claims:
         ]
 
     def _given(self, session: Session, reply: RecordedRequest, request: session_pb2.BeginGenerationRequest) -> Recorded:
-        """Return what was recorded. A client is about to have it, or has left: that is a fact if it is not what was known.
+        """Return the recorded reply. Record who gets it, or that its client has left, if the journal does not say so yet.
 
-        A request that asks for its own reply by its name may have got it before, at a gateway that did not know: it counts by itself.
+        A request that asks for its own reply by name may have got it before at another gateway, so it counts as a request of its own.
         """
         to = request.request_id
         if to == reply.request_id:
@@ -306,7 +306,7 @@ class Claims:
     def record_generation(
         self, principal: str, request: session_pb2.RecordGenerationRequest, now: float
     ) -> tuple[list[str], str]:
-        """Record what was sampled, and end its claim; return the names of the samples, and what they continue.
+        """Record samples, and end their claim; return their names, and the sample that they continue.
 
         Raises:
             SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the session ended), ALREADY_EXISTS (other tokens were
@@ -357,7 +357,7 @@ class Claims:
         return [each.generation_id for each in known.samples], known.samples[0].parent
 
     def release(self, principal: str, request: session_pb2.ReleaseGenerationRequest, now: float) -> None:
-        """End a claim of a gateway without a recording; there may be none.
+        """End a claim of a gateway, if there is one, without a recording.
 
         Raises:
             SluiceError: NOT_FOUND, FAILED_PRECONDITION (the session ended).
@@ -370,7 +370,7 @@ class Claims:
             self._touch(session, known, now)
 
     def end_all_of(self, gateway: str, now: float) -> list[str]:
-        """End the claims of a gateway that was killed, and what waits there; return the names of the sessions that had a claim."""
+        """End the claims and waiters of a gateway that was killed; return the names of the sessions that had a claim."""
         self.away.discard(gateway)
         ended = list[str]()
         for name in list(self._requests):
@@ -389,7 +389,7 @@ class Claims:
         return ended
 
     def expire(self, now: float) -> None:
-        """Forget claims whose time is over, and those of sessions that ended."""
+        """Forget expired claims, and claims of sessions that ended."""
         for name in list(self._requests):
             session = self._lending.find(name)
             if isinstance(session, Session) and session.submission is None:
@@ -398,22 +398,22 @@ class Claims:
                 del self._requests[name]
 
     def _known(self, session: Session, now: float) -> _Requests:
-        """Return what is known of the requests of an open session."""
+        """Return the `_Requests` of an open session."""
         known = self._requests.setdefault(session.name, _Requests())
         known.expire(now)
         return known
 
     def _touch(self, session: Session, known: _Requests, now: float) -> None:
-        """Keep a session from being idle while requests of it are under way."""
+        """Keep a session from expiring as idle while its requests are in progress."""
         self._lending.touch(session, now, max((each.until for each in known.claims.values()), default=0.0))
 
     def _check_size(self, session: Session, made: session_pb2.RecordedGeneration, tokens: int) -> None:
-        """Refuse a recording that is larger than a session, or than what requests under way may add to a full one.
+        """Refuse a recording that is larger than a session, or larger than what requests in progress may add to a full session.
 
         Args:
             session: The session.
             made: The recording.
-            tokens: Tokens of the branches with it.
+            tokens: Tokens of the branches, this recording included.
 
         Raises:
             SluiceError: FAILED_PRECONDITION (SESSION_FULL).
@@ -480,7 +480,7 @@ def ids_digest(ids: TokenIds) -> bytes:
 
 
 def longest_prefix(samples: Iterable[Sample], ids: TokenIds) -> list[Sample]:
-    """Return the samples whose tokens are the longest prefix of these; several if they have the same tokens, in order."""
+    """Return the samples whose tokens are the longest prefix of `ids`, in order. There are several if they have the same tokens."""
     by_length: dict[int, list[Sample]] = {}
     for each in samples:
         if each.tokens <= len(ids):
@@ -499,13 +499,13 @@ def longest_prefix(samples: Iterable[Sample], ids: TokenIds) -> list[Sample]:
 def continued_sample(
     session: Session, prompt: TokenIds | None, keys: Sequence[bytes] = (), *, named: str = ""
 ) -> Claimed:
-    """Return the sample that a prompt continues. Nothing else decides on the parent of a generation.
+    """Return the sample that a prompt continues. Only this function decides on the parent of a generation.
 
     Args:
         session: Holds the samples.
         prompt: Token ids of the prompt. None: it is not rendered yet, and the keys decide.
         keys: Keys of the beginnings of the conversation, the longest first, as gateways make them.
-        named: Of several samples with the same tokens the one to take; otherwise the newest is taken.
+        named: The sample to take if several have the same tokens; otherwise take the newest.
     """
     if prompt is not None:
         found = {each.generation_id: each for each in longest_prefix(session.samples.values(), prompt)}
@@ -519,7 +519,7 @@ def continued_sample(
 
 
 def _least_tokens(session: Session, request: session_pb2.BeginGenerationRequest, parent: Sample | None) -> int:
-    """Return how many tokens a request adds to the branches at least: a prompt that is not rendered yet may have any number more."""
+    """Return the least number of tokens that a request adds to the branches. A prompt that is not rendered yet may have any number more."""
     prompt = max(len(request.token_ids.ids), parent.tokens if parent else 0)
     name = parent.generation_id if parent else ""
     return max(0, session.branch_tokens_with(name, [prompt] * max(1, request.samples)) - session.branch_tokens)
@@ -549,7 +549,7 @@ def _seconds(request: session_pb2.BeginGenerationRequest) -> float:
 
 
 def _without(waiters: Mapping[str, _Waiter], gateway: str) -> dict[str, _Waiter]:
-    """Return those who do not wait at a gateway."""
+    """Return the waiters without those of a gateway."""
     return {name: each for name, each in waiters.items() if each.gateway != gateway}
 
 
@@ -620,8 +620,8 @@ class Earlier(NamedTuple):
     Attributes:
         name: Its name.
         state: What became of it.
-        read: Whether a client reads its reply, or has read it, as far as its gateways know.
-        retry: The largest number of the retries that it answers; 0 if it was sent once.
+        read: Whether a client is reading or has read its reply, as far as its gateways know.
+        retry: The largest number among the retries that it answers; 0 if it was sent once.
         doubt: For a request that is being sampled: how likely it is that its client left unnoticed. 2 if its gateway is gone; 1 if its
             gateway is not the one of the new request, so that a notice may still be on its way.
     """
@@ -634,21 +634,21 @@ class Earlier(NamedTuple):
 
 
 def repeated(earlier: Sequence[Earlier], *, is_retry: bool, retry: int) -> Earlier | None:
-    """Return the request that a new one repeats; None if it is another draw.
+    """Return the request that a new one repeats; None if the new one asks for another sample.
 
-    Best of n and self-consistency send one body several times, and want as many samples. A client whose connection broke sends it again,
-    and wants the reply that it missed: most mark that, some do not. A reply that nobody has read must not be trained beside the one
-    that was.
+    Best of n and self-consistency send the same body several times, and want a sample for each. A client whose connection broke sends the body
+    again, and wants the reply that it missed: most clients mark such a retry, some do not. A reply that nobody has read must not be trained
+    beside the one that was read.
 
-    A reply without a reader is for the next request, marked or not. A marked one repeats also one that was lost; else one whose connection
-    may be broken without a sign, or whose reply was sent and may have been lost then. Of these, one that answers no retry with its number
-    yet: so n requests that fail together and are retried together stay n. If none is left, it is given what was recorded all the same,
-    since a client may count wrongly.
+    A reply without a reader goes to the next request, marked or not. A marked request also repeats one that was lost. Otherwise it repeats one
+    whose connection may be broken unnoticed, or whose reply may have been lost after it was sent; among these, one that has not yet
+    answered a retry with this number, so that n requests that fail together and are retried together stay n. If none is left, the marked
+    request still gets a recorded reply, since a client may count wrongly.
 
     Args:
         earlier: The earlier requests with the same body, oldest first.
         is_retry: Whether the client marks the new one as a retry.
-        retry: Its number; 0 if it has none: then all with this body are one request.
+        retry: Number of the retry. 0 if it has none: then all requests with this body count as one.
     """
     newest = earlier[::-1]
     unread = [each for each in newest if not each.read and each.state is not RequestState.LOST]

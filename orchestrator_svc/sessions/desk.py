@@ -1,4 +1,4 @@
-"""The external episodes of a run as they happen: the state machines with a clock, the journal's payloads, and those who wait.
+"""The external episodes of a run: this joins the state machines with a clock, the journal's payloads and the waiting calls.
 
 The workflow offers groups here and waits for their end; the servicers answer gateways. A fact of the journal wakes the calls that
 wait for it.
@@ -37,13 +37,13 @@ from sluice.v1 import common_pb2, journal_pb2, session_pb2, tokens_pb2
 log = structlog.get_logger(__name__)
 
 _CACHE_BYTES = 256 << 20
-"""Size of the last generations that are kept in memory; others are read from disk."""
+"""Most bytes of the newest generations that are kept in memory; others are read from disk."""
 
 OFFERS = "offers"
-"""What those wait for who want a lease."""
+"""Key in `Waiting` for calls that want a lease."""
 
 BACK_S = 1.0
-"""Seconds in which a gateway whose stream broke must call again: then only its connection broke, and its claims hold."""
+"""Seconds within which a gateway whose stream broke must call again. Then only its connection broke, and its claims still hold."""
 
 SECRET = "sessions.key"  # noqa: S105 - a file's name
 _SECRET_BYTES = 32
@@ -56,13 +56,13 @@ _SETTLES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Posed:
-    """What the episodes of a group are about.
+    """The task of a group, and how its episodes are sampled.
 
     Attributes:
         task: The task.
-        sampling: How its generations are sampled where a request does not say otherwise.
+        sampling: How its generations are sampled if a request does not say otherwise.
         evaluation: Whether it is for evaluation and is not trained.
-        chat_template_kwargs: Arguments of the chat template where a request does not set them.
+        chat_template_kwargs: Arguments of the chat template if a request does not set them.
     """
 
     task: Task
@@ -72,10 +72,10 @@ class Posed:
 
 
 class Waiting:
-    """Wakes those who wait for something; a fact of the journal, or what a claim does.
+    """Wakes waiting calls when the journal gets a fact or a claim changes.
 
     Args:
-        clock: The time that they wait for at most.
+        clock: Times the longest wait.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -83,12 +83,12 @@ class Waiting:
         self._waiters: dict[Hashable, set[asyncio.Event]] = {}
 
     def wake(self, key: Hashable) -> None:
-        """Wake all who wait for this."""
+        """Wake all calls that wait for `key`."""
         for event in self._waiters.get(key, ()):
             event.set()
 
     async def until(self, key: Hashable, seconds: float | None) -> None:
-        """Wait until woken, or so long; look at the condition again then."""
+        """Wait until woken, at most `seconds`. Then check the condition again."""
         event = asyncio.Event()
         self._waiters.setdefault(key, set()).add(event)
         try:
@@ -101,7 +101,7 @@ class Waiting:
                 del self._waiters[key]
 
     def follow(self, fact: journal_pb2.Fact) -> None:
-        """Wake those who wait for what a fact says; follows the journal."""
+        """Wake the calls that wait for a fact of the journal."""
         if not self._waiters:
             return
         kind = fact.WhichOneof("kind") or ""
@@ -122,15 +122,15 @@ class Desk:
         limits: Times and bounds.
         waiting: Follows the facts of the journal.
         secret: Session keys are derived with it.
-        posed: Says what a group is about; None if its task is gone.
-        environments: Names of those whose episodes agents outside run.
+        posed: Returns the `Posed` of a group; None if its task is gone.
+        environments: Names of the environments whose episodes external agents run.
         most_reward: Largest absolute value of a reward.
         clock: The time of leases, sessions and claims.
 
     Attributes:
-        lending: Who has which episode.
-        claims: Who samples what.
-        openings: Messages and tools to begin with, of each group that is on offer.
+        lending: Decides who has which episode.
+        claims: Decides who samples which request.
+        openings: Messages and tools that each offered group begins with.
         missing: Says which environments wait for agents.
         ended: Whether the run has ended, so that nothing will be on offer.
         cached_bytes: Size of the generations that are kept in memory.
@@ -163,20 +163,20 @@ class Desk:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """End leases, sessions and claims whose time is over, until cancelled.
+        """End expired leases, sessions and claims, until cancelled.
 
         Raises:
-            JournalError: if that cannot be written.
+            JournalError: if an end cannot be written.
         """
         while True:
             now = self.clock()
             self.expire(now)
-            # What begins meanwhile ends no earlier than this.
+            # Leases, sessions and claims that begin meanwhile expire no earlier than this.
             least = min(self.limits.lease_s, self.limits.idle_s)
             await self.clock.sleep(max(0.0, min(self.lending.next_deadline() - now, least)))
 
     def expire(self, now: float) -> None:
-        """End what has no time left, and let go of the generations of sessions that have ended: nothing reads them again."""
+        """End what has expired, and forget the generations of ended sessions, which nothing reads again."""
         self.lending.expire(now)
         self.claims.expire(now)
         live = {name: isinstance(self.lending.find(name), Session) for name in {name for name, _ in self._cache}}
@@ -184,7 +184,7 @@ class Desk:
             self.cached_bytes -= self._cache.pop(key).ByteSize()
 
     def end(self) -> None:
-        """Tell those who wait for an offer that there will be none."""
+        """Wake the calls that wait for an offer: there will be none."""
         self.ended = True
         self.waiting.wake(OFFERS)
 
@@ -192,7 +192,7 @@ class Desk:
 
     @contextlib.contextmanager
     def connected(self, gateway: str) -> Iterator[None]:
-        """Know that a gateway lives while the block runs. Its claims end if it does not begin another one soon after it."""
+        """Count a gateway as alive while the block runs. If it does not connect again soon afterwards, its claims end."""
         self._gateways[gateway] += 1
         self.claims.away.discard(gateway)
         try:
@@ -228,13 +228,13 @@ class Desk:
         self.waiting.wake(OFFERS)
 
     def withdraw(self, group: int) -> None:
-        """Offer them no more."""
+        """Stop offering the episodes of a group."""
         self.openings.pop(group, None)
         self.lending.withdraw(group)
         self._put_off.discard(group)
 
     def put_off(self, group: int) -> None:
-        """Let a group end that no agent has; one that comes before it has ended keeps it."""
+        """Let a group end that no agent has. An agent that comes before the end keeps it."""
         if group in self.openings:
             self._put_off.add(group)
             self.waiting.wake(group)
@@ -246,10 +246,10 @@ class Desk:
         return was_put_off
 
     def posed(self, group: Group) -> Posed:
-        """Return what the episodes of a group are about.
+        """Return the task of a group, and how its episodes are sampled.
 
         Raises:
-            SluiceError: UNAVAILABLE if its task is gone: the run drops the group when it takes it up again.
+            SluiceError: UNAVAILABLE if its task is gone: the run drops the group when it resumes it.
         """
         found = self._posed(group)
         if found is None:
@@ -257,7 +257,7 @@ class Desk:
         return found
 
     def starting(self, group: Group) -> SluiceError:
-        """Return the error of a call for a group that this process has not taken up again."""
+        """Return the error of a call for a group that this process has not resumed yet."""
         return SluiceError.unavailable(
             "STARTING", f"the run takes up group {group.name} again; repeat the call", RETRY_S
         )
@@ -265,15 +265,15 @@ class Desk:
     # Keys.
 
     def session_key(self, session: str) -> str:
-        """Return the secret that samples a session, and does nothing else; the same one in each process."""
+        """Return the secret that only permits sampling a session. It is the same in each process."""
         return f"{SESSION_KEY}{session}.{self._code_of(session)}"
 
     def settling_key(self, session: str) -> str:
-        """Return the secret that rewards, ends and renews a session, and does nothing else; the same one in each process."""
+        """Return the secret that only permits rewarding, ending and renewing a session. It is the same in each process."""
         return f"{SETTLING_KEY}{session}.{self._code_of(f'settle {session}')}"
 
     def session_of_key(self, key: str) -> tuple[str, common_pb2.Credential.ValueType]:
-        """Return the name of the session that a key is of, and which of its keys; an empty name if it is not one of this run's."""
+        """Return the session of a key and which of its keys it is; an empty name if the key is not from this run."""
         settles = key.startswith(SETTLING_KEY)
         name = key.removeprefix(SETTLING_KEY if settles else SESSION_KEY).rpartition(".")[0]
         right = self.settling_key(name) if settles else self.session_key(name)
@@ -321,7 +321,7 @@ class Desk:
 
 
 def run_secret(run_dir: Path) -> bytes:
-    """Return the secret of a run; made at its first start, and read by nobody but its owner."""
+    """Return the secret of a run. It is made at the first start; only its owner can read it."""
     path = run_dir / SECRET
     if not path.exists():
         replace_private(path, secrets.token_bytes(_SECRET_BYTES))
@@ -333,14 +333,14 @@ class NoAgentError(Exception):
 
 
 class MissingAgents:
-    """Looks at the groups of external environments, and says since when none of them has an agent.
+    """Watches the groups of external environments, and says how long an environment has had no agent.
 
     Args:
         environments: Names of the environments whose episodes agents outside run.
-        notice_s: Seconds without an agent after which somebody should know.
+        notice_s: Seconds without an agent after which the operator should know.
 
     Attributes:
-        groups: Groups on offer of each environment that has had no agent for so long.
+        groups: Offered groups of each environment that has had no agent for `notice_s`.
         away: Environments whose groups are put off.
     """
 
@@ -351,12 +351,12 @@ class MissingAgents:
         self.away: set[str] = set()
 
     def asked(self) -> None:
-        """Take note of an agent for which nothing was on offer: everything is offered again."""
+        """Note an agent that found nothing on offer: everything is offered again."""
         self.away.clear()
         self._since, self.groups = {}, {}
 
     def put_off(self, groups: Iterable[Group], *, others_can: Callable[[Collection[str]], bool]) -> list[int]:
-        """Return the groups to put off, since the agents of their environments are missed and other environments can be played.
+        """Return the groups to put off, because their environments have no agents and other environments can be played.
 
         Args:
             groups: The live groups.
@@ -374,25 +374,25 @@ class MissingAgents:
         ]
 
     def look(self, groups: Iterable[Group], now: float) -> list[str]:
-        """Look at the live groups; return the environments that are missed from now on."""
+        """Check the live groups; return the environments that have been without agents for too long from now on."""
         if not self._environments:
             return []
         running = [each for each in groups if each.stage is Stage.RUNNING and each.environment in self._environments]
         served = {each.environment for each in running if each.external is not None and each.external.leases}
         self.away -= served
         waiting = Counter(each.environment for each in running if each.environment not in served)
-        # Of an environment that is away nothing is on offer.
+        # An environment that is away has no group on offer.
         self._since = {name: self._since.get(name, now) for name in waiting.keys() | self.away}
         before = self.groups
         self.groups = {name: count for name, count in waiting.items() if now - self._since[name] >= self._notice_s}
         return [name for name in self.groups if name not in before and name not in self.away]
 
     def longest(self, now: float) -> tuple[str, float]:
-        """Return the environment that has had no agent for the longest time, and the seconds; "" and 0 if none is missed."""
+        """Return the environment that has had no agent for the longest time, and the seconds; "" and 0 if none lacks agents."""
         name = min(self._since, key=self._since.__getitem__, default="")
         return (name, now - self._since[name]) if name else ("", 0.0)
 
 
 def may_be_put_off(group: Group) -> bool:
-    """Return whether an external group waits for its first agent, or all that came have left without a result."""
+    """Return whether an external group waits for its first agent, or all its agents have left without a result."""
     return group.external is None or group.external.abandoned

@@ -1,7 +1,7 @@
-"""The server's side of SessionService.Exchange: many calls at a time on one stream.
+"""The server side of SessionService.Exchange: many calls at a time on one stream.
 
-A call of its own costs gRPC several wake-ups of both processes; here it is one message there and one back. Calls and answers that are
-larger than a message travel in parts; so much of them is held at a time as one session may have.
+A separate gRPC call costs several wake-ups of both processes; here it is one message there and one back. Calls and answers that are
+larger than a message travel in parts. At most the bytes of one session are held at a time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sluice.tasks import settle
 from sluice.v1 import session_pb2
 
 STREAM_S = 300.0
-"""Seconds after which a stream ends: who may call is looked at when the next one begins."""
+"""Seconds after which a stream ends, so that access is checked again when the next one begins."""
 
 MOST_CALLS = 16_384
-"""Calls of one stream under way; further ones are read when others have ended."""
+"""Most calls of one stream in progress; further ones are read when others have ended."""
 
 _LONGEST_CALL_S = 60.0
-"""Seconds that a call may take, whatever it says."""
+"""Most seconds that a call may take, whatever it asks for."""
 
 WRITE_S = 5.0
 """Seconds for a client to read an answer, once its stream is to end."""
@@ -41,7 +41,7 @@ WRITE_S = 5.0
 _LOG_ID_CHARACTERS = 128
 
 _WRAPPING_BYTES = 64 << 10
-"""Bytes of a call beside what it records."""
+"""Bytes of a call in addition to its recording."""
 
 SESSIONS = "sluice.v1.SessionService"
 
@@ -93,7 +93,7 @@ async def answer_exchange(
         else:
             name_request(request.log_id[:_LOG_ID_CHARACTERS])
             answer, takes_parts = await _answered(request, begin, record, get), request.takes_parts
-        arriving.end(call)  # before its client knows the answer, and sends what needs the room
+        arriving.end(call)  # before its client gets the answer and sends calls that need the room
         for message in _messages(answer, takes_parts=takes_parts):
             async with writing:  # gRPC takes one message at a time
                 await write(message)
@@ -129,9 +129,9 @@ class _Arriving:
     """The calls of one stream that come in parts, until they are answered.
 
     Args:
-        held_bytes: Most bytes of them.
+        held_bytes: Most bytes of these calls.
         session_bytes: Most bytes of a session, for people.
-        clock: Tells when an unfinished one is forgotten.
+        clock: Tells when an unfinished call is forgotten.
     """
 
     def __init__(self, held_bytes: int, session_bytes: int, clock: Clock) -> None:
@@ -140,7 +140,7 @@ class _Arriving:
         self._timers: dict[int, asyncio.Handle] = {}
 
     def whole(self, message: session_pb2.ExchangeRequest) -> session_pb2.ExchangeRequest | SluiceError | None:
-        """Return a call that has come as a whole, or why it is refused; None if parts of it are missing."""
+        """Return a call that is complete, or why it is refused; None if parts of it are missing."""
         if message.WhichOneof("request") != "part":
             return message
         call, part = message.call, message.part
@@ -167,7 +167,7 @@ class _Arriving:
             self.end(call)
 
     def _check(self, message: session_pb2.ExchangeRequest) -> None:
-        """Refuse a call that is too large, or has no deadline; forget it at its deadline if it is not whole by then.
+        """Refuse a call that is too large, or has no deadline; forget it at its deadline if it is incomplete by then.
 
         Raises:
             SluiceError: FAILED_PRECONDITION, INVALID_ARGUMENT.

@@ -1,9 +1,9 @@
 """Who has which external episodes: leases, and how sessions begin and end.
 
-A state machine over the ledger: what it decides becomes true by a fact that it records. It has no clock: callers bring the time
-in seconds of a monotonic clock. Only deadlines are kept here, beside the ledger: after a restart all leases and sessions have their full time again.
+A state machine over the ledger: each decision takes effect by a fact that it records. It has no clock: callers pass the time in
+monotonic seconds. Only deadlines are kept here, and not in the ledger: after a restart all leases and sessions have their full time again.
 
-An answer may be given to an agent only when the journal is durable, also that of a call which is repeated.
+Send an answer to an agent only after the journal is durable, even when a repeated call gets an earlier answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sluice.v1 import common_pb2, episode_pb2, orchestrator_pb2
 from sluice.v1 import journal_pb2 as pb
 
 RETRY_S = 1.0
-"""Seconds after which an agent may ask again where nothing is on offer or a limit is reached."""
+"""Seconds after which an agent may ask again if nothing is on offer or a limit is reached."""
 
 MAX_NAME = 128
 """Characters of a request_id, as the contracts say."""
@@ -55,10 +55,10 @@ SESSION_ENDED = "SESSION_ENDED"
 """Reason of calls for a session that has ended."""
 
 Credential: TypeAlias = "common_pb2.Credential.ValueType"
-"""What let a caller settle a session; unspecified where a gateway of an earlier release asks."""
+"""The credential that let a caller settle a session; unspecified if a gateway of an earlier release asks."""
 
 _SAMPLES_AT_MOST = frozenset({common_pb2.CREDENTIAL_SESSION_KEY, common_pb2.CREDENTIAL_NONE})
-"""What may be in the hands of the agent that is trained."""
+"""Credentials that the trained agent itself may hold."""
 
 
 class Lending:
@@ -67,7 +67,7 @@ class Lending:
     Args:
         journal: The run's journal.
         limits: Times and bounds.
-        now: Seconds; leases and sessions of earlier processes have their full time from here.
+        now: Seconds. Leases and sessions of earlier processes have their full time from now on.
         most_reward: Largest absolute value of a reward.
 
     Attributes:
@@ -94,16 +94,16 @@ class Lending:
         self._offered[group] = None
 
     def withdraw(self, group: int) -> None:
-        """Offer them no more; what is lent stays lent while the group runs."""
+        """Stop offering the episodes of a group. Lent episodes stay lent while the group runs."""
         self._offered.pop(group, None)
 
     def close(self, group: int) -> None:
-        """Take nothing more for a group that is about to end: what is open in it counts as given up."""
+        """Accept nothing more for a group that is about to end: its open sessions count as given up."""
         self.withdraw(group)
         self._closed.add(group)
 
     def lease_left(self, lease: Lease, now: float) -> float:
-        """Return the seconds that a lease lasts without a renewal."""
+        """Return for how many more seconds a lease lasts without a renewal."""
         return max(0.0, self._lease_ends.get(lease.lease_id, now) - now)
 
     def lease(self, principal: str, request: episode_pb2.LeaseTasksRequest, now: float) -> list[Lease]:
@@ -112,7 +112,7 @@ class Lending:
         The same request gets the same leases while one of them lasts.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT; RESOURCE_EXHAUSTED if the principal has as many as it may have.
+            SluiceError: INVALID_ARGUMENT; RESOURCE_EXHAUSTED if the principal is at its limit.
         """
         check_name("request_id", request.request_id)
         if request.max_tasks < 1:
@@ -129,7 +129,7 @@ class Lending:
                 " allows: submit or abandon some first",
                 RETRY_S,
             )
-        self._check_open()  # an episode that is lent and cannot be opened would be kept from others
+        self._check_open()  # do not lend an episode that cannot be opened: others could not get it
         granted: list[Lease] = []
         for group in sorted(self._offered):
             if len(granted) >= request.max_tasks or room <= 0:
@@ -141,7 +141,7 @@ class Lending:
         return granted
 
     def _check_open(self) -> None:
-        """Refuse to open another episode while as many are open as may be.
+        """Refuse to open another episode while the maximum number is open.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
@@ -247,7 +247,7 @@ class Lending:
         """Return a session of a principal.
 
         Raises:
-            SluiceError: NOT_FOUND; also for that of another principal.
+            SluiceError: NOT_FOUND, also if the session belongs to another principal.
         """
         session = self.find(name)
         if session is None or session.principal != principal:
@@ -255,9 +255,9 @@ class Lending:
         return session
 
     def settling(self, principal: str, name: str, by: Credential) -> Session | EndedSession:
-        """Return a session of a principal to somebody who wants to reward, end or renew it.
+        """Return a session of a principal for a caller that wants to reward, end or renew it.
 
-        One that was opened before there were settling keys is settled as it was then.
+        A session from a release without settling keys needs none.
 
         Raises:
             SluiceError: NOT_FOUND; PERMISSION_DENIED (SETTLING_KEY_REQUIRED).
@@ -292,7 +292,7 @@ class Lending:
         return self._ledger.groups[session.group]
 
     def touch(self, session: Session, now: float, until: float = 0.0) -> None:
-        """Note that a session was called for; `until` is when the work that it has under way is given up."""
+        """Note a call for a session. `until` is when its work in progress is given up."""
         self._idle_ends[session.name] = max(now + self._limits.idle_s, until)
 
     def reward(
@@ -339,7 +339,7 @@ class Lending:
         self._journal.record_fact(pb.Fact(reward_recorded=fact))
 
     def _check_reward(self, session: Session | EndedSession, reward: float, now: float) -> None:
-        """Refuse a reward that cannot be trained; it is counted as its sender's.
+        """Refuse a reward that cannot be trained, and count that against its sender.
 
         Raises:
             SluiceError: INVALID_ARGUMENT.
@@ -428,7 +428,7 @@ class Lending:
         return min((*self._lease_ends.values(), *self._idle_ends.values()), default=math.inf)
 
     def expire(self, now: float) -> None:
-        """End the leases and give up the sessions whose time is over."""
+        """End expired leases, and give up expired sessions."""
         self._closed &= self._ledger.groups.keys()
         for name in [name for name, end in self._idle_ends.items() if end <= now]:
             del self._idle_ends[name]
@@ -503,10 +503,10 @@ def _ended(name: str, reason: str) -> SluiceError:
 
 
 def _check_branches(session: Session, request: episode_pb2.SubmitTrajectoryRequest, most_mb: int) -> None:
-    """Refuse a submission of branches that the session does not have, or that take more of a batch than it may.
+    """Refuse a submission of branches that the session does not have, or that are too large for a batch.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it has none).
+        SluiceError: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (it has no branches).
     """
     if not session.leaves():
         raise SluiceError.failed_precondition(
@@ -538,18 +538,18 @@ def _check_branches(session: Session, request: episode_pb2.SubmitTrajectoryReque
 
 
 MOST_KNOWN = 100
-"""Senders, tasks and reasons that are counted, the last ones."""
+"""How many of the last combinations of sender, task and reason are counted."""
 
 MOST_PER_MINUTE = 60
-"""Refusals of one principal within a minute after which it has to wait until the first of them is a minute old."""
+"""Most refusals of one principal within a minute. Beyond that it has to wait until the first of them is a minute old."""
 
 _MINUTE_S = 60.0
 
 
 class Refusals:
-    """Counts what senders gave that was refused, by principal and task. A sender that does it again and again has to wait.
+    """Counts refused input, by principal and task. A sender with too many refusals has to wait.
 
-    A refusal is its sender's fault: it never counts towards a pause of the run.
+    A refusal is the sender's fault, so it never counts towards a pause of the run.
     """
 
     def __init__(self) -> None:
@@ -557,10 +557,10 @@ class Refusals:
         self._recent: dict[str, deque[float]] = {}
 
     def check_sender(self, principal: str, now: float) -> None:
-        """Let a principal give something, unless too much of it was refused just now.
+        """Raise an error if too much input of a principal was refused just now.
 
         Raises:
-            SluiceError: RESOURCE_EXHAUSTED with the time after which it may go on.
+            SluiceError: RESOURCE_EXHAUSTED with the time after which it may continue.
         """
         recent = self._recent.get(principal)
         if recent is None or len(recent) < MOST_PER_MINUTE:
@@ -585,7 +585,7 @@ class Refusals:
             del self._recent[next(iter(self._recent))]
 
     def describe(self) -> list[orchestrator_pb2.RefusedInput]:
-        """Describe them, the oldest first."""
+        """Describe the refusals, the oldest first."""
         return [
             orchestrator_pb2.RefusedInput(principal=principal, task_id=task_id, reason=reason, count=count)
             for (principal, task_id, reason), count in self._counts.items()

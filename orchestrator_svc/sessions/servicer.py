@@ -1,7 +1,7 @@
 # ruff: noqa: N802 - gRPC names the methods
-"""Serves gateways: SessionService, and EpisodeService without what samples.
+"""Serves gateways: SessionService, and EpisodeService without its sampling calls.
 
-An answer is given when the journal has on disk what it says. Calls that come together share one write.
+An answer is sent when the journal has its content on disk. Calls that come together share one write.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from sluice.v1 import common_pb2, episode_pb2, episode_pb2_grpc, session_pb2, se
 EPISODES = "sluice.v1.EpisodeService"
 
 CACHEABLE_S = 60.0
-"""Seconds that gateways keep what they know of a session: whose it is, and how it samples."""
+"""Seconds for which gateways cache a session: its owner, and how it samples."""
 
 ON_BEHALF_OF = "on-behalf-of"
-"""Metadata of a gateway's call: the principal whose call it is."""
+"""Metadata of a gateway's call: the principal for whom the gateway calls."""
 
 SETTLED_BY = "settled-by"
-"""Metadata of a gateway's call that settles an episode: what let its caller do so, as the name of a Credential."""
+"""Metadata of a gateway's call that settles an episode: the name of the Credential that let its caller do so."""
 
 _LONGEST_WAIT_S = 60.0
-"""Seconds that LeaseTasks waits at most, as the contract says."""
+"""Most seconds that LeaseTasks waits, as the contract says."""
 
 _LONGEST_JOIN_S = 30.0
-"""Seconds that BeginGeneration waits for the same request elsewhere, if its caller has no deadline."""
+"""Seconds that BeginGeneration waits for the same request at another gateway, if its caller has no deadline."""
 
 _CREDENTIALS = frozenset(common_pb2.Credential.keys())
 _UNKNOWN = common_pb2.CREDENTIAL_UNSPECIFIED
@@ -53,10 +53,10 @@ _Answer = TypeVar("_Answer", session_pb2.BeginGenerationResponse, session_pb2.Ge
 
 
 def principal_of(context: Context) -> str:
-    """Return the principal whose call a gateway passes on.
+    """Return the principal for whom a gateway calls.
 
     Raises:
-        SluiceError: PERMISSION_DENIED if the caller is no gateway; INVALID_ARGUMENT if it does not say whose call it is.
+        SluiceError: PERMISSION_DENIED if the caller is not a gateway; INVALID_ARGUMENT if it does not name the principal.
     """
     require_role("gateway")
     for key, value in context.invocation_metadata() or ():
@@ -70,7 +70,7 @@ def principal_of(context: Context) -> str:
 
 
 def credential_of(context: Context) -> Credential:
-    """Return what lets the caller of a gateway settle an episode; unspecified if the gateway is too old to say."""
+    """Return the credential that lets a gateway's caller settle an episode; unspecified if the gateway is too old to say."""
     for key, value in context.invocation_metadata() or ():
         if key == SETTLED_BY and isinstance(value, str):
             return common_pb2.Credential.Value(name) if (name := f"CREDENTIAL_{value}") in _CREDENTIALS else _UNKNOWN
@@ -131,7 +131,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     async def BeginGeneration(
         self, request: session_pb2.BeginGenerationRequest, context: Context
     ) -> session_pb2.BeginGenerationResponse:
-        """Say what a request continues, and claim it, or return what was recorded for it."""
+        """Claim a request and return what it continues, or return what was recorded for it."""
         left = context.time_remaining()
         response = await self._begin(principal_of(context), request, _LONGEST_JOIN_S if left is None else left / 2)
         return _one_message(response)
@@ -172,7 +172,7 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         try:
             made = await self._desk.generation(session, session.requests[request_id])
         except SluiceError:
-            return response  # rendered whole, it is a fork: nothing is lost but the tokens that the disk damaged
+            return response  # the gateway renders all of it, as a fork: only the tokens that the disk damaged are lost
         response.parent, response.prefix = claimed.parent.generation_id, claimed.prefix
         response.continues.ids.extend(made.response.prompt_token_ids)
         response.continues.ids.extend(made.response.samples[int(index)].token_ids)
@@ -313,7 +313,7 @@ class EpisodeServicer(episode_pb2_grpc.EpisodeServiceServicer):
     async def OpenEpisode(
         self, request: episode_pb2.OpenEpisodeRequest, context: Context
     ) -> episode_pb2.OpenEpisodeResponse:
-        """Begin an episode of a lease; the gateway adds the addresses that it is reached at."""
+        """Begin an episode of a lease; the gateway adds its own addresses."""
         desk = self._desk
         session = desk.lending.open(principal_of(context), request, desk.clock())
         response = episode_pb2.OpenEpisodeResponse(

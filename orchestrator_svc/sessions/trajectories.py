@@ -1,7 +1,7 @@
 r"""From the tree of a session to the trajectories of its episode.
 
 Each branch is a trajectory: prompt and replies from the root to its last sample. A sampled token is trained in the first branch that
-holds it; in the others it is context, as a prompt is. So each is in the loss once, however often the session forked.
+holds it; in the others it is context, like a prompt. So each token is in the loss once, however often the session forked.
 
     a ---- b ---- c      branch 0: a, b, c are trained
             \
@@ -10,10 +10,10 @@ holds it; in the others it is context, as a prompt is. So each is in the loss on
 Rewards. The episode's own counts; else the mean of its branches' rewards; else the sum of its turns' rewards. If branches have
 rewards, the advantage of a token follows from the mean reward of the branches that hold it (`Trajectory.branch_rewards`).
 
-What several branches begin with is built once, and their records name it (`SharedRecord`).
+A beginning that several branches share is built once, and their records name it (`SharedRecord`).
 
-A trajectory has one temperature: that of most of the session's sampled tokens. Those of another temperature are context, counted as
-TEMPERATURE, because their log-probabilities are not those of the policy that is trained.
+A trajectory has one temperature, at which most of the session's tokens were sampled. Tokens sampled at another temperature are context,
+counted as TEMPERATURE, because their log-probabilities are not those of the trained policy.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from sluice.v1 import orchestrator_pb2, rollout_pb2, session_pb2, tokens_pb2
 from sluice.versions import append_spans
 
 TEMPERATURE = "TEMPERATURE"
-"""Why tokens are not trained that were sampled at another temperature than most of their session."""
+"""Reason for not training tokens that were sampled at another temperature than most of their session."""
 
 UNDELIVERED = "UNDELIVERED"
-"""Why tokens are not trained that no client was given: its connection broke, and it did not ask again."""
+"""Reason for not training tokens that no client got: its connection broke, and it did not ask again."""
 
 
 class TreeError(Exception):
@@ -82,7 +82,7 @@ def build(
         task_id: Task of the episode.
 
     Raises:
-        TreeError: if a branch holds what was not recorded, or a prompt does not begin with the tokens that it continues.
+        TreeError: if a branch holds a sample that was not recorded, or a prompt does not begin with the tokens that it continues.
     """
     nodes = {
         (name := f"{made.request_id}/{index}"): _Node(name, made, sample)
@@ -128,7 +128,7 @@ def build(
 
 
 def _undelivered(session: Session, nodes: Mapping[str, _Node], held: Iterable[str]) -> Counter[str]:
-    """Return how many tokens nobody was given that no branch holds, by reason."""
+    """Count the tokens that are in no branch because no client got them, by reason."""
     left = nodes.keys() - set(held)
     unread = [each for each in left if nodes[each].made.request_id in session.undelivered]
     return Counter({UNDELIVERED: sum(len(nodes[each].sample.token_ids) for each in unread)} if unread else {})
@@ -157,7 +157,7 @@ def _branch_rewards(branches: Sequence[Sequence[str]], rewards: Mapping[Target, 
 
 
 class _Place(NamedTuple):
-    """A place that branches pass: behind the prompt of a request, or behind a sample that answers it."""
+    """A place that branches pass: after the prompt of a request, or after a sample that answers it."""
 
     request_id: str
     sample: str = ""
@@ -165,11 +165,11 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Passed:
-    """What the branches have in common that pass a place.
+    """What the branches that pass a place have in common.
 
     Attributes:
-        branches: How many they are.
-        messages: Their first messages.
+        branches: Number of these branches.
+        messages: Number of first messages that they share.
         same_tools: Whether they have the same tools and template arguments.
     """
 
@@ -179,9 +179,9 @@ class _Passed:
 
 
 class _Tree:
-    """The token ids and messages of branches; what several begin with is there once.
+    """The token ids and messages of branches. A shared beginning is stored once.
 
-    Branches that pass a place have their token ids up to there in common. A `Beginning` ends at each place where branches part.
+    Branches that pass a place share all token ids before it. A `Beginning` ends at each place where branches part.
 
     Args:
         paths: The branches, from the root to the last sample.
@@ -217,7 +217,7 @@ class _Tree:
         passed.same_tools = passed.same_tools and same_tools
 
     def _joint(self, node: _Node, following: _Node) -> tuple[int, bool]:
-        """Return how many messages a request has in common with what it continues, and whether it has the same tools."""
+        """Return how many messages a request shares with the one that it continues, and whether it has the same tools."""
         key = (node.name, following.made.request_id)
         if key not in self._joints:
             prompt, ids = self._prompt(following), self._prompt(node)
@@ -236,14 +236,14 @@ class _Tree:
         return self._joints[key]
 
     def _prompt(self, node: _Node) -> TokenIds:
-        """Return the prompt of a request: it is converted once."""
+        """Return the prompt of a request, converted once."""
         made = node.made
         if made.request_id not in self._prompts:
             self._prompts[made.request_id] = as_ids(made.response.prompt_token_ids)
         return self._prompts[made.request_id]
 
     def record(self, path: Sequence[_Node], trained: Sequence[bool]) -> SharedRecord:
-        """Return the token ids and messages of one of the branches; `trained` says which samples are."""
+        """Return the token ids and messages of one of the branches; `trained` says which samples are trained."""
         own = orchestrator_pb2.TrajectoryRecord()
         trajectory = own.trajectory
         done = end = 0
@@ -300,7 +300,7 @@ class _Tree:
         return Beginning.of(self._tokens(node, after, place), conversation, after)
 
     def _tokens(self, node: _Node, after: Beginning | None, place: _Place) -> list[int]:
-        """Return the token ids behind `after` up to a place."""
+        """Return the token ids after `after`, up to a place."""
         had, prompt = after.tokens if after else 0, self._prompt(node)
         ids: list[int] = prompt[had:].tolist()
         return ids + list(node.sample.token_ids)[max(0, had - len(prompt)) :] if place.sample else ids
@@ -314,7 +314,7 @@ def _said(node: _Node) -> tokens_pb2.ChatMessage:
 
 
 def _setting(conversation: tokens_pb2.Conversation) -> tokens_pb2.Conversation:
-    """Return what a conversation has beside its messages."""
+    """Return a conversation without its messages."""
     setting = tokens_pb2.Conversation(tools=conversation.tools)
     if conversation.HasField("template_arguments"):
         setting.template_arguments.CopyFrom(conversation.template_arguments)
@@ -327,9 +327,9 @@ def _rest(reward: float | None, held: Iterable[str], rewards: Mapping[Target, fl
 
 
 def _token_rewards(trajectory: tokens_pb2.Trajectory, turns: Mapping[int, float], rest: float) -> NDArray[np.float64]:
-    """Return the rewards of a branch's trained tokens: a turn's at its last token, what no turn has at the last token of all.
+    """Return the rewards of a branch's trained tokens: a turn's reward at its last token, the rest at the very last token.
 
-    Turns that another branch trains have their rewards there. `turn_rewards` would count them once more, in the rest.
+    Turns that another branch trains have their rewards there. With `turn_rewards` they would count once more, in the rest.
     """
     values = np.zeros(len(trajectory.logprobs))
     ends = np.cumsum(trajectory.turn_runs, dtype=np.int64) - 1
@@ -341,7 +341,7 @@ def _token_rewards(trajectory: tokens_pb2.Trajectory, turns: Mapping[int, float]
 
 
 def _temperature(nodes: Iterable[_Node]) -> float:
-    """Return the temperature of most of the tokens that may be trained; of two with as many, the one that came first."""
+    """Return the temperature of most of the tokens that may be trained; of two with equally many tokens, the first."""
     tokens: Counter[float] = Counter()
     for node in nodes:
         tokens[node.made.temperature] += 0 if node.made.not_trained else len(node.sample.token_ids)
