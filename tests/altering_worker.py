@@ -1,4 +1,4 @@
-"""What vLLM's workers can be asked for in tests beside what they are asked for in earnest; forked or spawned."""
+"""Further calls to vLLM's workers, forked or spawned, that only tests make."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NAME = f"{__name__}.AlteringExtension"
 
 
 class AlteringExtension(WorkerExtension):
-    """Alters live weights behind the back of everyone."""
+    """Alters live weights without telling the rest of the engine."""
 
     model_runner: Any
     weight_transfer_engine: Any
 
     def set_one(self, module: str) -> tuple[str, Any]:
-        """Alter one value of a live weight; packed ones are packed anew."""
+        """Alter one value of a live weight. If the weight is packed, pack it again."""
         owner = self.model_runner.model.get_submodule(module)
         if owner.weight.numel():
             owner.weight.data.view(-1)[3] += 1.0
@@ -41,12 +41,12 @@ class AlteringExtension(WorkerExtension):
         return ("ok", None)
 
     def compare_in_pieces(self, octets: int) -> tuple[str, Any]:
-        """Compare live weights in pieces of so many bytes, as large ones are."""
+        """Compare live weights in pieces of `octets` bytes, because only large weights are compared in pieces."""
         live_check._PIECE_BYTES = octets
         return ("ok", None)
 
     def pack_by_zentorch(self, yes: bool) -> tuple[str, Any]:
-        """Say of all experts that another library packed them, as on some processors."""
+        """Mark all experts as packed by another library, as on some processors."""
         for module in self.model_runner.model.modules():
             if isinstance(module, UnquantizedFusedMoEMethod):
                 module.moe_kernel.fused_experts._use_zentorch = yes

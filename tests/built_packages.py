@@ -50,13 +50,13 @@ def pip_of(folder: Path) -> list[str | Path]:
 
 
 def client_environment(wheels: Path, folder: Path) -> Path:
-    """Make an environment with sluice-client, and what it requires from the registry, in the locked versions; return its interpreter."""
+    """Make an environment with sluice-client and, from the registry, its requirements in the locked versions. Return its interpreter."""
     run(*pip_of(folder), "--constraint", ROOT / "requirements/cpu.lock", "--find-links", wheels, "sluice-client")
     return folder / "bin/python"
 
 
 def full_environment(wheels: Path, folder: Path) -> Path:
-    """Make an environment with the wheel of `sluice`, and what it requires from the environment of the tests; return its interpreter."""
+    """Make an environment with the wheel of `sluice`. Its requirements come from the environment of the tests. Return its interpreter."""
     python = folder / "bin/python"
     run(*pip_of(folder), "--no-deps", *wheels.glob("sluice-*.whl"))
     (packages,) = folder.glob("lib/python*/site-packages")

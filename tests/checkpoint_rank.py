@@ -1,8 +1,7 @@
 """One rank of an engine, as a program: loads a checkpoint of one process, steps, saves, fails, dies; notes what it saw.
 
-Arguments: directory, then in turn a directory in it with `model` and its checkpoint `one` and the axis that has two
-processes, as ``tied/pp``. Rank, count and meeting point come from the
-environment, as torchrun gives them.
+Arguments: a directory, then cases such as ``tied/pp``: a directory in it with `model` and its checkpoint `one`, and the axis that
+has two processes. Rank, count and rendezvous come from the environment, as torchrun gives them.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def die(*_: object) -> list[Path]:
 
 
 def relay(layout: str, directory: Path, mesh: Mesh) -> dict[str, object]:
-    """Go on from what one process wrote, step, and write what one process goes on from."""
+    """Continue from the checkpoint of one process, step, and write a checkpoint from which one process continues."""
     engine = TrainEngine(CONFIG, directory / "model", mesh=mesh)
     checkpoints = EngineCheckpoints(engine)
     checkpoints.load(str(directory / "one"))
@@ -80,7 +79,7 @@ def relay(layout: str, directory: Path, mesh: Mesh) -> dict[str, object]:
 
 
 def offload(directory: Path, mesh: Mesh) -> bool:
-    """Whether AdamW in host memory makes the steps of AdamW on parts of matrices, and its state goes on as AdamW's."""
+    """Return whether AdamW in host memory makes the same steps as AdamW on parts of matrices, and AdamW can continue from its state."""
     config = CONFIG.model_copy(update={"optimizer": "adamw"})
     plain, offloaded = (TrainEngine(config, directory / "model", mesh=mesh) for _ in range(2))
     parameters = list(offloaded.network.model.parameters())
@@ -104,7 +103,7 @@ def offload(directory: Path, mesh: Mesh) -> bool:
 
 
 def late(saver: Saver, engine: TrainEngine, directory: Path) -> list[str]:
-    """Begin a checkpoint while the one before is still being written on rank 1 alone, and again when it is not."""
+    """Begin a checkpoint while only rank 1 still writes the previous one, and begin another when that is over."""
     if dist.get_rank() == 1:
         saver._pending = Future()
     first = save(saver, engine, directory)

@@ -14,12 +14,12 @@ from rank_programs import RankPrograms
 from run_suite import pytest_ignore_collect  # noqa: F401 - a hook
 from suite_rules import *  # noqa: F403 - hooks and fixtures for every test
 
-gc.disable()  # until all tests are collected: what they import stays
+gc.disable()  # until all tests are collected, because the modules that they import stay
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Collect garbage from here on, after one look at all that was imported."""
+    """Collect garbage from now on, after one collection over all imported modules."""
     gc.collect()
     gc.enable()
 
@@ -29,18 +29,18 @@ hypothesis.settings.register_profile("sluice", deadline=None, suppress_health_ch
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("sluice"), derandomize=True)
 # `make test-fast` draws fewer examples, where a test does not say how many.
 hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("sluice"), max_examples=10)
-# CI draws the same examples each time, so that no change is red for what an earlier one left undiscovered. Other runs go on searching.
+# CI draws the same examples each time, so that no change fails because of an older, undiscovered fault. Other runs keep searching.
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "sluice")
 
 _COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
-"""Folders in the order of their tests: workers end together if the short files come last."""
+"""Folders in the order in which their tests run. The short files come last, so that all workers end at about the same time."""
 
 _LONGEST = (
     *("test_slurm.py", "test_ray.py", "test_examples.py", "test_helm_pods.py", "test_trainer_nodes.py"),
     *("test_two_machines.py", "test_cli_rl.py", "test_quickstart.py", "test_parallel_engine.py"),
     *("test_weightsync_faults.py", "test_vllm_weight_update.py", "test_extending_guide.py"),
 )
-"""Files that take a worker a minute or more, which come before all others: a file is run by one worker, since its tests share what they start."""
+"""Files that take a worker a minute or more. They run before all others, because one worker runs a whole file: its tests share fixtures."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,7 +58,7 @@ def first_tokens_only(engine: InferenceEngine) -> Iterator[None]:
 
 
 def step_until_stopped(engine: InferenceEngine, tokens: int) -> threading.Event:
-    """Let the step that follows so many new tokens of a transformers engine last until it is stopped. The event says that it has begun."""
+    """After `tokens` new tokens, let the next step of a transformers engine last until it is stopped. The event is set when the step begins."""
     assert isinstance(engine, TransformersEngine)
     loop = engine._running
     assert loop is not None

@@ -53,7 +53,7 @@ class ForkedRun:
         await self.processes[name].wait()
 
     async def stop(self) -> None:
-        """End those that are left, in their own time."""
+        """Send SIGTERM to the remaining processes, and kill those that do not end in time."""
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 if process.returncode is None:
@@ -67,7 +67,7 @@ class ForkedRun:
             await process.wait()
 
     def log(self, name: str) -> str:
-        """What the last start of a service wrote last."""
+        """Return the end of a service's log."""
         return self._log(name).read_text()[-4000:]
 
     def _log(self, name: str) -> Path:

@@ -23,10 +23,10 @@ from trainer_svc.parallel.mesh import make_mesh
 from trainer_svc.service.rank_group import Load, Position, RankFailedError, RankGroup, RankLink, Save, Train
 
 TIMEOUT_S = 250.0
-"""What a collective, or the answer to a command, may take."""
+"""Limit in seconds for a collective, or for the answer to a command."""
 
 SHORT_S = 1.0
-"""The same where it is exceeded on purpose: nothing that works has to be done within it."""
+"""The limit for tests that exceed it on purpose: no correct operation has to finish within it."""
 
 POLL_S = 0.02
 
@@ -44,7 +44,7 @@ def row(name: str, length: int) -> TrainingRow:
 
 
 def limit(link: RankLink, seconds: float) -> None:
-    """Change what a collective, or the answer to a command, may take on a link."""
+    """Change the limit for a collective, or for the answer to a command, on a link."""
     link._timeout = timedelta(seconds=seconds)
     dist.distributed_c10d._set_pg_timeout(link._timeout, link._group)
     for store in link._stores.values():

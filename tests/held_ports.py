@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def held_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
-    """Hold ports for the block: servers can listen at them, and nobody gets one of them by chance. Until one listens, connections are refused.
+    """Hold ports for the block: servers can listen at them, and nobody gets one of them by chance. Until a server listens, connections are refused.
 
-    A socket that is bound with SO_REUSEADDR and does not listen leaves its port to servers that set SO_REUSEADDR, as all of ours do.
-    The kernel gives the port to nobody who asks for any free one.
+    If a socket is bound with SO_REUSEADDR and does not listen, servers that set SO_REUSEADDR (as all of ours do) can still use its port.
+    The kernel does not give the port to a program that asks for any free port.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

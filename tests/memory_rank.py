@@ -28,7 +28,7 @@ from trainer_svc.service.learner import FollowingRank, Learner
 from trainer_svc.service.rank_group import RankFailedError, RankGroup, RankLink
 
 TIMEOUT_S = 250.0
-"""What a collective, or the answer to a command, may take."""
+"""Limit in seconds for a collective, or for the answer to a command."""
 POLL_S = 0.02
 BATCHES = 4
 STEPS = 4

@@ -125,7 +125,7 @@ def exchanges(models: Path, mesh: Mesh) -> dict[str, dict[str, int]]:
 
 
 def refused(models: Path, mesh: Mesh) -> list[str]:
-    """What each rank says of a batch of which one of them has a token that does not exist."""
+    """Return each rank's error for a batch in which the rows of one rank contain a token that does not exist."""
     rows = share(mesh)
     if mesh.rank == mesh.dims.world_size - 1:
         rows[0] = replace(rows[0], input_ids=rows[0].input_ids + 10_000)
@@ -137,7 +137,7 @@ def refused(models: Path, mesh: Mesh) -> list[str]:
 
 
 def update_refused(models: Path, mesh: Mesh) -> list[str]:
-    """What each rank says of an update of which one of them has a row without its reward."""
+    """Return each rank's error for an update in which one rank has a row without a reward."""
     rows = [replace(each, reward=1.0) for each in share(mesh)]
     if mesh.rank == mesh.dims.world_size - 1:
         rows[0] = replace(rows[0], reward=None)
@@ -173,7 +173,7 @@ def not_finite(models: Path, mesh: Mesh) -> list[tuple[bool, bool]]:
 
 
 def pieces(models: Path, mesh: Mesh) -> dict[str, Any]:
-    """The names of each rank's tensors, and the elements of all of them beside those of the whole model."""
+    """Return the names of each rank's tensors, the number of their elements on all ranks, and that of the whole model."""
     found = engine(models / "tied", mesh).live_tensors()
     local = sum(each.to_local().numel() if isinstance(each, DTensor) else 0 for each in found.values())
     return {
@@ -184,7 +184,7 @@ def pieces(models: Path, mesh: Mesh) -> dict[str, Any]:
 
 
 def export(models: Path, scratch: Path, mesh: Mesh) -> dict[str, bool]:
-    """Whether transformers reads what was exported as the weights in training."""
+    """Return whether transformers reads the same weights from the export as the engine trains."""
     trainer = engine(models / "tied", mesh)
     trainer.train_batch(ragged_batch(seed=3), likelihood, count_loss_tokens)
     directory = scratch / "export"
@@ -200,7 +200,7 @@ def export(models: Path, scratch: Path, mesh: Mesh) -> dict[str, bool]:
 
 
 def half(models: Path, mesh: Mesh) -> dict[str, Any]:
-    """Log-probabilities and loss in bfloat16 with masters in float32, beside those of one process."""
+    """Compare log-probabilities and loss in bfloat16, with float32 masters, with the results of one process."""
     trainer = engine(models / "qwen3", mesh, dtype="bfloat16")
     loss = trainer.train_batch(share(mesh), likelihood, count_loss_tokens).loss
     masters = {str(each.dtype) for each in trainer.network.model.parameters()}
@@ -217,7 +217,7 @@ def half(models: Path, mesh: Mesh) -> dict[str, Any]:
 
 
 def memory(scratch: Path, mesh: Mesh) -> dict[str, list[int]]:
-    """The most bytes that each rank holds at once while it loads a model, beside those of the whole model."""
+    """Return the peak bytes of each rank while it loads a model, and the bytes of the whole model."""
     shape = ModelShape(hidden=512, layers=4, heads=8, kv_heads=8, head_dim=64, mlp=2048)
     large = scratch / "large"
     parameters = init_model(large, shape, dtype="bfloat16") if mesh.rank == 0 else 0

@@ -44,7 +44,7 @@ Step = Callable[[TrainEngine, list[TrainingRow]], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how."""
+    """One training to compare: the model, the step and the settings."""
 
     model: str
     step: Step
@@ -92,7 +92,7 @@ CASES = {
 }
 
 LOADED = ("gspo llama", "grpo tied", "values qwen3", "critic llama", "adapter qwen3")
-"""Cases whose models are also compared with those of which each rank reads the whole."""
+"""Cases whose models are also compared with models that each rank reads as a whole."""
 
 
 def settings(case: Case) -> TrainerConfig:
@@ -106,7 +106,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """What came of some steps."""
+    """The results of some steps."""
 
     facts: list[dict[str, float]]
     gradients: list[dict[str, torch.Tensor]]
@@ -116,7 +116,7 @@ class Run:
 
 
 def differently_loaded(case: Case, models: Path, mesh: Mesh) -> list[str]:
-    """Which tensors of any process are not bit for bit those of a whole model that was read and then laid out."""
+    """Return the tensors of any process that differ in any bit from those of a model that was read whole and then laid out."""
 
     def local(*, read: bool) -> dict[str, tuple[torch.Tensor, bool]]:
         torch.manual_seed(0)
@@ -164,7 +164,7 @@ def train(case: Case, models: Path, mesh: Mesh, backend: str = "") -> Run:
 
 
 def of_all_stages(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The tensors of this process and of those that hold the other layers; those of two stages must be equal."""
+    """Return the tensors of this process and of the processes with the other layers. Tensors that two stages hold must be equal."""
     if mesh.stages is None:
         return tensors
     parts: list[Any] = [None] * mesh.dims.pp

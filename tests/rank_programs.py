@@ -99,15 +99,15 @@ class RankPrograms:
     def group(
         self, count: int, module: str, *arguments: str, outputs: Sequence[Path] | None = None
     ) -> Iterator[list[Rank]]:
-        """Fork ranks that find each other, and kill at the end those that are left.
+        """Fork ranks that find each other. At the end, kill the ranks that are left.
 
-        They meet at a store that this process holds, as torchrun's agent does: nobody chooses a port that another one may take.
+        They meet at a store that this process holds, as torchrun's agent does, so that no rank chooses a port that another program may take.
 
         Args:
-            count: How many.
-            module: As of `start`, and so are the arguments.
-            arguments: The same for all.
-            outputs: A file for the output of each; None leaves it ours.
+            count: Number of ranks.
+            module: The module, as for `start`.
+            arguments: Its command line, the same for all ranks.
+            outputs: A file for the output of each rank; None: they write to our output.
         """
         from torch.distributed import TCPStore
 

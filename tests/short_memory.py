@@ -49,7 +49,7 @@ def run_out(engine: TrainEngine, place: str, due: Callable[[], bool]) -> None:
 
 
 def hold(engine: TrainEngine, tokens: int) -> list[int]:
-    """Let a forward pass run out of memory if it has more than so many tokens. Return the tokens of each pass, which grows."""
+    """Let a forward pass run out of memory if it has more than `tokens` tokens. Return a list to which each pass appends its tokens."""
     passes: list[int] = []
 
     def check(_: object, __: object, arguments: dict[str, torch.Tensor]) -> None:

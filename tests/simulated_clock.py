@@ -1,4 +1,4 @@
-"""A clock that only tests move, for parts that take a `sluice.clock.Clock`: how busy the machine is decides nothing."""
+"""A clock that only tests move, for parts that take a `sluice.clock.Clock`, so that the load of the machine does not matter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from sluice.clock import Clock
 
 LIMIT_S = 60.0
-"""Real seconds for what should happen at once; only a broken test takes them."""
+"""Real seconds for something that should happen at once; only a broken test takes this long."""
 
 _ROUNDS = 20
-"""Turns of the event loop in which whoever was woken comes to its next wait, where that takes no I/O."""
+"""Turns of the event loop in which a woken task reaches its next wait, unless it needs I/O."""
 
 
 class _Callback(asyncio.Handle):

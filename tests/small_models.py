@@ -70,7 +70,7 @@ def latent_attention(*, layers: int) -> PreTrainedConfig:
 
 
 def save_experts_model(directory: Path, seed: int, *, size: int, dtype: torch.dtype) -> Path:
-    """Write such a model of four experts of a size, of which each token takes two."""
+    """Write a model of four experts of width `size`. Each token uses two of them."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -130,7 +130,7 @@ def written(*directories: Path) -> tuple[int, ...]:
 
 
 def load_to_read(directory: Path) -> PreTrainedModel:
-    """The model in transformers, which others read, too: most of the time of one short pass is that of loading."""
+    """Return a transformers model that several tests share and only read, because loading takes most of the time of a short pass."""
     return _load_to_read(directory, written(directory))
 
 

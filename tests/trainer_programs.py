@@ -22,7 +22,7 @@ from sluice.versions import Version
 
 RUN = "proc"
 START_S = 280.0
-"""Real seconds for what a program has to do next, its imports included; only a broken one takes them."""
+"""Real seconds for the next action of a program, its imports included; only a broken program takes this long."""
 
 
 class Programs:
@@ -57,7 +57,7 @@ class Programs:
     async def program(
         self, name: str, *flags: str, launcher: tuple[str, ...] = ()
     ) -> AsyncIterator[asyncio.subprocess.Process]:
-        """Run a service, `launcher` before its module's name; its log stands beside the file."""
+        """Run a service, with `launcher` before its module's name. Its log is in the same directory as the settings."""
         log = (self.directory / f"{name}.log").open("ab")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *launcher, "-m", "sluice.cli.main", name, "@", str(self.file), *flags),

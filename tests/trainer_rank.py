@@ -1,4 +1,4 @@
-"""One rank of a sharded trainer, as a program: publishes versions of a small model and writes down what came of them.
+"""One rank of a sharded trainer, as a program: publishes versions of a small model and writes down the outcomes.
 
 Arguments: layout (fsdp, tp, both), address of the weight service, directory for its notes, scenario.
 Rank, count and meeting point come from the environment, as torchrun gives them.
@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def step(model: nn.Module) -> None:
-    """Change every version alike, however the model is cut: each value by itself, a part of them by a last bit."""
+    """Change the model in the same way for every layout: each value depends only on itself, and some change only in their last bit."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(parameter.sin() * 2**-10)

@@ -158,7 +158,7 @@ async def running_stack(
     server.add(
         weightsync_pb2_grpc.add_WeightDeliveryServiceServicer_to_server, delivery, "sluice.v1.WeightDeliveryService"
     )
-    with contextlib.suppress(SluiceError):  # as the service does; a test may look at what it answers then
+    with contextlib.suppress(SluiceError):  # as the service does; a test may check its answers after that
         await runs.open(RESOURCE)
     target = f"127.0.0.1:{await server.start()}"
     channel = connect(target, SecurityConfig())

@@ -18,11 +18,11 @@ class CrashedError(Exception):
 
 
 class CrashingDisk(Disk):
-    """Kills the process at one of its calls, before or after it took effect. What was not synced may be lost or torn.
+    """Kills the process at one of its calls, before or after it took effect. Unsynced writes may be lost or torn.
 
     Args:
-        calls: Calls until then; None: never.
-        chance: Decides what is left of what was not synced.
+        calls: Number of calls until the kill; None: never.
+        chance: Decides which unsynced bytes are left.
     """
 
     def __init__(self, calls: int | None, *, after: bool, chance: random.Random) -> None:
@@ -69,7 +69,7 @@ class CrashingDisk(Disk):
             super().commit(connection)
 
     def lose(self) -> None:
-        """Lose what a crash of the machine may lose."""
+        """Lose writes that a crash of the machine may lose."""
         self.dead = True
         for name, (file, synced) in self._files.items():
             with contextlib.suppress(ValueError):

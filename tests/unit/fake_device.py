@@ -1,9 +1,9 @@
-"""A device that is none: tensors say that they lie on it, compute on the CPU, and each wait of the host is counted.
+"""A fake device: its tensors compute on the CPU, and each time that the host would wait for a real device is counted.
 
-Importing this registers the device in the whole process: do so in a process of its own.
+Importing this registers the device in the whole process, so import it only in a separate process.
 
-What makes the host wait for a GPU: reading a value, an operation whose result has a size that depends on values, and a copy
-between the device and memory that is not pinned, or that is not asked for as non-blocking.
+The host waits for a GPU when it reads a value, when the size of a result depends on values, and when it copies between the
+device and unpinned memory, or copies without `non_blocking`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environments that fail in every way that the tests of their processes need. What an answer says is what they do, and print first."""
+"""Environments that fail in every way that the tests of their processes need. An answer names an action: they print it, then do it."""
 
 import asyncio
 import ctypes
@@ -139,7 +139,7 @@ DEEDS = {
 
 
 def act(word):
-    """Do what a word says, and print that before; return a number that tells what was found, else the length of the word."""
+    """Print the action that a word names, then do it. Return a number that describes the result, else the length of the word."""
     if word in DEEDS:
         print(f"does {word}")
     found = DEEDS[word]() if word in DEEDS else None
@@ -161,7 +161,7 @@ ODD_MESSAGES = {
 
 
 class Single:
-    """Acts in `score` on what is completed, in `messages` on what the task says, and in `tasks` on the name of the split."""
+    """Acts in `score` on the completion, in `messages` on the text of the task, and in `tasks` on the name of the split."""
 
     name = "single"
 
@@ -184,14 +184,14 @@ class Single:
 
 
 class Limited(Single):
-    """Says that it ends by itself what takes longer than 40 s to score, or what the arguments say."""
+    """Declares that it stops a scoring by itself after 40 s, or after the seconds in its arguments."""
 
     def __init__(self, scoring_s=40.0):
         self.scoring_s = scoring_s
 
 
 class Several:
-    """Acts in `reset` on what the task says, and in `step` on what is completed; adds up the letters of an episode."""
+    """Acts in `reset` on the text of the task, and in `step` on the completion. Adds up the letters of an episode."""
 
     name = "several"
 
@@ -234,7 +234,7 @@ class Letters:
 
 
 class Coroutines:
-    """Both kinds at once, as coroutines: `score` waits until two calls are under way, `messages` for ever if it does nothing else."""
+    """Both kinds of environment in one, as coroutines. `score` waits until two calls are in progress; `messages` waits for ever unless it acts."""
 
     name = "coroutines"
 

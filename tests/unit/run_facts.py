@@ -103,7 +103,7 @@ def made(journal: Journal, *groups: int):
 def applied(
     journal: Journal, number: int, *, redrawn: Sequence[int] = (), elapsed_s: float = 1.0, **late: Sequence[str]
 ):
-    """The outcome of a batch: all trained but those that are given by reason."""
+    """Return the outcome of a batch: all trajectories are trained, except those in `late`, which has ids by reason."""
     lost = {each for ids in late.values() for each in ids}
     ids = [each for each in journal.ledger.batches[number].trajectory_ids if each not in lost]
     outcomes = {reason: pb.DroppedTrajectories(trajectory_ids=each) for reason, each in late.items()}

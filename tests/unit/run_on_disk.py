@@ -86,7 +86,7 @@ def lived(
 
 
 def a_life(run: RunOnDisk) -> None:
-    """Four batches, of which the last two were rolled back and trained again, and some that were not trained."""
+    """Make four batches, the last two of which are rolled back and trained again, and some groups that are not trained."""
     run.group_fails()
     run.group_is_filtered()
     run.trains(2)

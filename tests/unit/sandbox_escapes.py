@@ -1,6 +1,6 @@
-"""What code in the sandbox must not be able to do, and what it can. Each program prints ESCAPED if it does it.
+"""Actions that code in the sandbox must not be able to do, and actions that it can do. Each program prints ESCAPED if it succeeds.
 
-Fields in braces are places of the test: `victim` is a file, `link` a link to it, `readable` a file that the sandbox may read, `unix` and
+Fields in braces are filled in by the test: `victim` is a file, `link` a link to it, `readable` a file that the sandbox may read, `unix` and
 `datagram` are sockets, `port` is a TCP server, `memory` the number of a shared memory segment.
 """
 
@@ -94,7 +94,7 @@ GROUPS = {
 ESCAPES = {what: code for group in GROUPS.values() for what, code in group.items()}
 
 IN_ONE = ("files", "network and sockets", "other processes", "limits, kernel, privileges")
-"""Groups of which one program can try everything, since what is refused changes nothing."""
+"""Groups whose actions one program can try one after another, because a refused action changes nothing."""
 
 NAMES = {
     "ask whether a file is there": "import os; print('ESCAPED' if os.access({victim!r}, os.F_OK) else '')",
@@ -102,10 +102,10 @@ NAMES = {
     "read where a link points": "import os; os.readlink({link!r}); print('ESCAPED')",
     "change into a directory": "import os; os.chdir(os.path.dirname({victim!r})); print('ESCAPED')",
 }
-"""What Landlock and the filter do not stop."""
+"""Actions that Landlock and the filter do not stop."""
 
 WAITING = {"wait without end", "start threads without end"}
-"""Those that only the limit of wall time ends."""
+"""Actions that only the limit of wall time ends."""
 
 COMPUTING = {"compute without end", "wait without end and ignore signals"}
-"""Those that only the limit of CPU time ends."""
+"""Actions that only the limit of CPU time ends."""

@@ -55,7 +55,7 @@ def generation(
     temperature: float = 1.0,
     not_trained: str = "",
 ) -> session_pb2.RecordedGeneration:
-    """What was sampled for one request: a token's log-probability says which it is, and its key its ids."""
+    """Return the recording of one request's samples. A token's log-probability identifies the token, and a reply's key its ids."""
     response = rollout_pb2.GenerateResponse(request_id=request, prompt_token_ids=prompt)
     for index, reply in enumerate(replies):
         response.samples.add(

@@ -23,7 +23,7 @@ def staged(number: int, base: Version = BASE) -> StagedAdapter:
 
 
 def load(slots: AdapterSlots, number: int) -> tuple[Adapter, list[int]]:
-    """Load a version as an engine does; also the numbers of those that went."""
+    """Load a version as an engine does. Return it, and the numbers of the versions that were removed for it."""
     found = slots.find(staged(number))
     if found is not None:
         return found, []

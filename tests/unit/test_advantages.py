@@ -58,7 +58,7 @@ def test_advantages_are_finite_and_groups_without_a_difference_have_none(name, g
     result = estimate(name, episodes_of(groups))
     assert all(math.isfinite(value) for value in result.values())
     flat = [group for group, values in groups.items() if len(set(values)) == 1]
-    # Whitening moves what it centres; one that is alone in its group stays at 0 all the same.
+    # Whitening shifts the values that it centres, but an episode alone in its group stays at 0.
     silent = [group for group in flat if len(groups[group]) == 1] if name == "reinforce_pp_baseline" else flat
     assert all(result[f"{group}/{i}"] == 0.0 for group in silent for i in range(len(groups[group])))
 

@@ -38,7 +38,7 @@ def audited(run: SimulatedRun) -> AuditResult:
 
 
 def trained_run() -> SimulatedRun:
-    """Three batches, of which the last was rolled back and trained again."""
+    """Make three batches, the last of which was rolled back and trained again."""
     run = SimulatedRun()
     run.trains(2)
     run.checkpoint_is_written()
@@ -119,7 +119,7 @@ def test_a_fact_that_was_removed_is_missed(events: list[int], data: st.DataObjec
 def test_a_fact_that_was_removed_is_missed_though_the_others_are_numbered_again(
     events: list[int], data: st.DataObject
 ) -> None:
-    """Those of the trained batches are: what is removed of other groups looks like what a process was killed before."""
+    """Only facts of trained batches are missed: without a fact of another group, the run looks like one that was killed before it."""
     run = SimulatedRun()
     run.play(events)
     run.trains(1)

@@ -304,7 +304,7 @@ async def test_what_an_agent_sampled_may_not_be_gone_while_its_group_runs(
 
 
 def test_every_payload_that_a_fact_can_name_is_compared() -> None:
-    """Also those of facts that are added later: they are found in the contract."""
+    """The payloads are found through the contract, so that those of future facts are tested, too."""
 
     def facts(kind: Descriptor) -> Iterator[Message]:
         """Yield a message of a kind for each payload that it can name, in a segment of its own."""

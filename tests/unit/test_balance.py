@@ -30,7 +30,7 @@ def batches(draw: st.DrawFn) -> list[TrainingRow]:
 
 
 def alone(each: TrainingRow, cost: Cost) -> float:
-    """What a row costs that shares nothing."""
+    """Return the cost of a row that shares no tokens with others."""
     trained = each.loss_mask.nonzero()
     tokens = int(trained[-1]) if len(trained) else 0
     return cost.token * tokens + cost.pair * tokens * (tokens + 1) / 2 + cost.loss_token * len(trained)

@@ -128,7 +128,7 @@ def test_the_order_of_the_parts_respects_what_they_wait_for(asked: tuple[RunConf
 def test_a_run_is_refused_only_if_no_placement_exists(
     devices: list[int], tensor: int, replicas: int, ranks: int
 ) -> None:
-    """The trainer may have an equal share of the last machines, as many as it takes; the rest is for replicas."""
+    """The trainer may use equal shares of any number of the last machines; the rest is for replicas."""
 
     def fits() -> bool:
         for span in range(1, len(devices) + 1):

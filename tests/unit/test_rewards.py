@@ -19,7 +19,7 @@ from sluice.environments.sandbox import START_S, Limits, Ran, Stopped
 from sluice.errors import ConfigError
 
 LIMIT_S = 300.0
-"""Limit of what ends by itself at once."""
+"""Limit in seconds for programs that should end at once."""
 
 
 def asks(path: Path, answer: str, *, score_s: float = 0.0, **arguments: Any) -> EnvironmentProcesses:
@@ -47,7 +47,7 @@ async def test_programs_are_tested_in_the_sandbox(tmp_path: Path) -> None:
 
 
 WAITS_S = 3.0
-"""Wall time of programs of which some wait for ever; the others need a hundredth of it."""
+"""Limit of wall time for programs some of which wait for ever; the others need a hundredth of it."""
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def ran(seconds: float = 1.0, start_seconds: float = 0.1, printed: str = "1") ->
 
 
 class Runs:
-    """Stands for `run_python`: what comes of each run is given, and the limits are kept."""
+    """Replaces `run_python`: it returns the given outcomes in turn, and records the limits of each run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Ran) -> None:
         self.outcomes, self.wall_s = list(outcomes), list[float]()
@@ -208,7 +208,7 @@ def test_what_a_judge_quotes_or_gives_on_another_scale_is_no_score(said: str) ->
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A judge: gives the length of the answer in tenths; is silent, busy or beside the point where the answer says so."""
+    """A judge that scores the length of the answer in tenths. It is silent, busy or off topic if the answer says so."""
 
     asked: list[str]
     marks: set[str]

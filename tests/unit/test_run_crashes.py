@@ -42,7 +42,7 @@ MEMORY = Path("/dev/shm")
 
 
 def new_curriculum() -> Curriculum:
-    """A curriculum that knows no facts yet: two environments at three to one, of which one has pools."""
+    """Return a curriculum without facts: two environments at three to one, one of them with pools."""
     pooled = EnvironmentConfig(name="e", environment="m:E", ratio=3, quarantine_after=2, pools={"enabled": True})
     limited = EnvironmentConfig(name="f", environment="m:F", quarantine_after=2, max_running=3)
     tasks = [Task(f"t{number}") for number in range(24)]
@@ -68,7 +68,7 @@ class Trainer:
     spare: bool = False
 
     def crash(self, *, damaged: bool = False) -> None:
-        """Die; the disk may also damage the newest checkpoint, so that the one before it is taken."""
+        """Die. With `damaged`, the disk also damages the newest checkpoint, so that the next start takes the previous one."""
         self.is_open = False
         self.queue.clear()
         if damaged and self.spare:
@@ -163,7 +163,7 @@ class CrashingRun(RuleBasedStateMachine):
         assert self.ledger.last_seq > self.durable_seq, "what was durable is lost"
         assert self.held <= self.ledger.weight_policies.keys(), "a replica stays at its version, and nobody knows"
         for key, value in self.changed.items():
-            later = self.changing.get(key)  # nobody was told of it, and the disk may have it
+            later = self.changing.get(key)  # it was not answered yet, but the disk may have it
             assert self.ledger.settings[key] in {value, later}, "an operator was told that this is set"
         self.changed = dict(self.ledger.settings)
         self.bound = replace(self.bound, max_staleness=self.max_staleness())

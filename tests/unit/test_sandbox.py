@@ -102,9 +102,9 @@ def test_code_cannot(what: str, targets: dict[str, object]) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become an ordinary user")
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["together", "each"])
 def test_code_of_an_ordinary_user_cannot_either(targets: dict[str, object], readable: Path, *, each: bool) -> None:
-    """In one process of that user: the system's interpreter, since that of the tests may be out of its reach.
+    """Run as that user, with the system's interpreter, because the user may be unable to reach the tests' interpreter.
 
-    Together: one program tries what it can, and none computes for a second, which ends in the same way for every user.
+    "together": one program tries all actions, without those that compute for a second, which end in the same way for every user.
     """
     if not Path(SYSTEM_PYTHON).exists():
         pytest.skip(f"{SYSTEM_PYTHON} is not there")
@@ -261,7 +261,7 @@ def answer(steps: list[tuple[int, int, int, int]], architecture: int, number: in
 
 @pytest.mark.parametrize("machine", HEADERS)
 def test_the_filter_of_each_machine_refuses_what_the_headers_of_the_kernel_call_so(machine: str) -> None:
-    """Also that of the machine on which the tests do not run."""
+    """Test both machines, also the one on which the tests do not run."""
     if not HEADERS[machine].exists():
         pytest.skip(f"{HEADERS[machine]} is not there: install linux-libc-dev")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", HEADERS[machine].read_text(), re.MULTILINE)

@@ -47,7 +47,7 @@ MEMORY = Path("/dev/shm")
 class CrashingSessions(RuleBasedStateMachine):
     """Agents of two principals call through two gateways; the process that answers dies again and again.
 
-    What was answered is kept here, and asked again after each start.
+    The answers are kept here, and each call is repeated after each start.
     """
 
     @initialize(seed=st.integers(0, 1 << 16))
@@ -97,7 +97,7 @@ class CrashingSessions(RuleBasedStateMachine):
         self.run(self.ask_again)
 
     def run(self, work):
-        """Do some work of the process; it may die meanwhile. Nobody gets an answer of one that died."""
+        """Do some work of the process, which may die meanwhile. A dead process gives no answer."""
 
         async def within():
             work()
@@ -109,7 +109,7 @@ class CrashingSessions(RuleBasedStateMachine):
             self.killed(None, after=False)
 
     def answered(self, call):
-        """Return what a caller is told: the answer, once the journal is durable; None if the process died before."""
+        """Return the answer that a caller gets once the journal is durable; None if the process died before."""
 
         async def within():
             answer = call()
@@ -430,7 +430,7 @@ class CrashingSessions(RuleBasedStateMachine):
     # Helpers.
 
     def attempt(self, call):
-        """Return what a caller is told; None if it is an error that may come at any time, or no answer."""
+        """Return the answer that a caller gets; None if there is none, or if it is an error that may come at any time."""
         facts = self.ledger.last_seq
         try:
             return self.answered(call)
@@ -440,7 +440,7 @@ class CrashingSessions(RuleBasedStateMachine):
             return None
 
     def reward_may_change(self, place, reward):
-        """Note that a reward is asked for: a process that dies may have written it, though nobody was told."""
+        """Note that a caller sends a reward: a process that dies may have written it without having answered."""
         if place in self.rewards:
             self.rewards[place].add(reward)
 

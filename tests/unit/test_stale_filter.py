@@ -83,7 +83,7 @@ def consumed(
 def results(
     filtered: Batch, *, steps: int = 1, lost: int = 0, critic_only: bool = False
 ) -> list[trainer_pb2.TrajectoryResult]:
-    """The answers where each row was part of so many applied steps and lost so many tokens on the way to them."""
+    """Return the results if each row was part of `steps` applied steps and lost `lost` tokens before them."""
     rows = [[int(each.loss_mask.sum()) - lost, steps] for each in filtered.sequences]
     return filtered.results(np.array(rows, dtype=np.int64).reshape(-1, 2), critic_only=critic_only)
 

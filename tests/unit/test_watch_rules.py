@@ -98,7 +98,7 @@ STEP_FAULTS: dict[str, Change] = {
 
 
 def judge(rows: Sequence[Row], limits: WatchConfig | None = None) -> list[Finding]:
-    """Return what the steps of a run with at most two versions of staleness show."""
+    """Return the findings in the steps of a run with at most two versions of staleness."""
     watch = Watch(limits, max_staleness=2)
     for row in rows:
         watch.step(row)
@@ -267,7 +267,7 @@ def test_what_happens_in_a_live_run_that_is_well_is_no_finding(load: Callable[[f
 
 
 def rates(counts: Sequence[tuple[int, float]], every_s: float = 11.0) -> list[float | None]:
-    """Return the rates of a replica that sampled so many tokens in so many seconds of samples until each look."""
+    """Return the rates of a replica. `counts` has its total tokens and total seconds of sampling at each look."""
     reader = LoadReader()
     found = []
     for number, (tokens, seconds) in enumerate(counts):
@@ -307,7 +307,7 @@ def test_a_live_run_without_steps_is_found_and_a_paused_or_ended_one_is_not() ->
 
 @pytest.mark.parametrize("rule", ["waits", "replica"])
 def test_what_a_run_that_does_not_run_lacks_is_found_as_well(rule: str) -> None:
-    """It is starting, or paused for want of what is missing."""
+    """The run is starting, or paused because something is missing."""
     watch = Watch()
     replicas = REPLICAS if rule == "waits" else (ReplicaLoad("a", "does not answer", None),)
     waits = ("trainer: does not serve",) if rule == "waits" else ()

@@ -60,7 +60,7 @@ def anchor(kept: KeptCopy, diff: Diff) -> dict[str, torch.Tensor]:
 
 
 def applied(before: dict[str, torch.Tensor], kept: KeptCopy, diff: Diff) -> dict[str, torch.Tensor]:
-    """What a receiver makes of a delta: read as an ordinary safetensors file, applied to the version before."""
+    """Return the tensors that a receiver gets from a delta: read it as an ordinary safetensors file, and apply it to `before`."""
     source, shard = kept.delta(diff)
     entries = load(read_source(source, 0, source.size))
     assert shard.size_bytes == source.size

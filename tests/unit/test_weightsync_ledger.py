@@ -1,4 +1,4 @@
-"""The ledger under any order of events: what is needed is never given up, what is newest only grows."""
+"""The ledger under any order of events: it never gives up a needed version, and its newest version only grows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def whole(digest: str) -> Forms:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Compares a ledger with a plain account of what was said to it."""
+    """Compares a ledger with a simple record of the calls that were made to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2), size=st.integers(1, 9))
     def commit_next_delta(self, back: int, size: int) -> None:
-        """What a trainer does nearly always; seldom hit by chance."""
+        """Commit the delta that a trainer nearly always commits, because random versions seldom hit it."""
         models = sorted(version for version, forms in self.ledger.committed.items() if not forms.is_adapter)
         if self.newest is not None and models[-1 - back :]:
             self.commit_delta(Version(self.newest.epoch, self.newest.number + 1), models[-1 - back :][0], size)
@@ -147,7 +147,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def retain(self) -> None:
-        """Whatever goes, at each step: what is needed stays reachable, held forms stay, replicas keep their deltas."""
+        """Whatever retention removes, after each step needed versions are reachable, held forms stay, and replicas keep their deltas."""
         needed, before = self.needed(), dict(self.ledger.committed)
         reachable = {version for version in before if self.reachable(version)}
         ways = self.ways_of_replicas()

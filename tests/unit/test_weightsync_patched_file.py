@@ -77,7 +77,7 @@ def region(data: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Te
 
 
 def delta(random: np.random.Generator, number: int, base: Model, model: Model) -> tuple[pb.Manifest, dict[str, bytes]]:
-    """A delta over two shards, its tensors cut anew, its slices shared out at random."""
+    """Return a delta in two shards. Its tensors are cut differently from the base's, and its slices spread over the shards at random."""
     version, before = Version(1, number), Version(1, number - 1)
     manifest = pb.Manifest(run=RESOURCE, version=version.to_proto(), kind=pb.VERSION_KIND_DELTA, base=before.to_proto())
     contents: list[list[tuple[str, str, tuple[int, ...], bytes]]] = [[], []]

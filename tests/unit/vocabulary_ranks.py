@@ -28,11 +28,11 @@ CUTS = {"two": (0, 12, 31), "three": (0, 5, 6, 31), "layer": (0, 16, 31)}
 
 
 def outcome(start: int, end: int, group: dist.ProcessGroup | None, *, layer: bool = False) -> dict[str, torch.Tensor]:
-    """Values and gradients as one slice sees them; those of weight and bias are the slice's.
+    """Return values and gradients as one slice sees them. The gradients of weight and bias are those of the slice.
 
     Args:
         start: First token id of the slice.
-        end: The one behind its last.
+        end: Its last token id plus one.
         group: The ranks with the other slices.
         layer: Whether a linear layer with DTensors holds the slice, as tensor parallelism makes it.
     """
