@@ -1,7 +1,7 @@
-"""The driver of a run on Ray: it has a place reserved for each part, starts the parts, and starts again what died or lost a peer.
+"""The driver of a run on Ray: it reserves a place for each part, starts the parts, and restarts a part that died or lost a peer.
 
 Ray restarts an actor that died, on another node if its own is gone. Its process then has another address, so the parts that call it
-are started again with that address. A process that stays on its node keeps its port, and nobody else notices.
+are restarted with that address. If the process stays on its node, it keeps its port, and no other part is restarted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _PAUSE_S = 0.5
 """Seconds between two looks at something that Ray does not announce."""
 
 _KILLED = -9
-"""How the process of a dead actor ended, for the rule of restarts: its watchdog killed it."""
+"""Exit code of the process of a dead actor, for the restart policy: its watchdog killed it."""
 
 _ANSWER_S = 30.0
-"""Seconds that a living actor may take for an answer that waits for nothing."""
+"""Seconds that a living actor may take for a call that does not wait for anything."""
 
 _HICCUP_S = 5.0
 """Seconds within which an actor that could not be reached must answer, or it counts as dead."""
@@ -53,11 +53,11 @@ class Running:
         plan: What to start.
         settings: File of settings for every process, with secrets.
         dispatcher_token: See `Order`.
-        certificates: Folder of certificates that was made for this run; None if the settings name one, or want none.
+        certificates: Folder of certificates that was made for this run; None if the settings name certificates or disable them.
         probe: See `PartActor.reserve`; for actors that keep state.
         directory: Working directory of the driver, which the actors enter.
         logs: Directory of the logs.
-        pin: Address of the node that holds all that keeps state; empty for any.
+        pin: Address of the node for all parts that keep state; empty for any node.
         place_s: Seconds until Ray must have placed an actor, at the start and after a node was lost.
     """
 
@@ -121,7 +121,7 @@ class RayRun:
         self._moved = asyncio.Condition()
 
     async def run(self, stop: asyncio.Event) -> Outcome:
-        """Place and start everything, and keep it until the end of one part decides the outcome, or `stop` is set; then end all.
+        """Place and start all parts, and keep them running until the end of one decides the outcome, or `stop` is set. Then end all.
 
         Raises:
             ConfigError: if a node cannot run its part.
@@ -172,7 +172,7 @@ class RayRun:
                     num_cpus=each.cpus,
                     num_gpus=each.part.devices,
                     scheduling_strategy=strategy,
-                    # The rule of restarts is ours, so that it is the same as on one machine; Ray starts again whenever it can.
+                    # Our own policy limits restarts, so that it is the same as on one machine. Ray restarts whenever it can.
                     max_restarts=-1,
                     max_task_retries=0,
                 )
@@ -196,10 +196,10 @@ class RayRun:
         return next(iter([*failed, *decisive]), Outcome(Ending.STOPPED))
 
     async def _keep(self, instance: Instance) -> Outcome | None:
-        """Keep one instance until its end decides the outcome of the run.
+        """Keep one instance running until its end decides the outcome of the run.
 
         Returns:
-            The outcome; None if it has left, and the others go on.
+            The outcome; None if it has ended and the run continues without it.
         """
         restarts: list[float] = []
         while True:
@@ -223,7 +223,7 @@ class RayRun:
     def _after_loss(
         self, instance: Instance, error: RayActorError, restarts: list[float]
     ) -> tuple[Outcome | None, str]:
-        """Decide what to do about an instance that lost an actor: how the run ends, or None and what is said of the restart."""
+        """Decide what to do about an instance that lost an actor: return how the run ends, or None and the message about the restart."""
         if any(each.address is None for each in instance.held):
             reason = f"its actor cannot start (is sluice installed on every node?): {_last_line(error)}"
             return Outcome(Ending.FAILED, instance.name, reason), ""
@@ -236,7 +236,7 @@ class RayRun:
         return None, f"lost its actor; restart {decision.attempt} of {most}"
 
     async def _locate(self, held: Held) -> None:
-        """Find out where an actor is, once Ray has started it, and which ports it has.
+        """Wait until Ray has started an actor, and find out its node and ports.
 
         Raises:
             ConfigError: if the node cannot run it.
@@ -314,13 +314,13 @@ class RayRun:
         return peers
 
     def _certificates(self, service: str) -> Mapping[str, bytes]:
-        """Return what a service needs of the folder of certificates."""
+        """Return the files that a service needs from the folder of certificates."""
         folder = self._running.certificates
         names = (AUTHORITIES, PRINCIPALS, f"{service}.pem", f"{service}.key")
         return {name: (folder / name).read_bytes() for name in names} if folder else {}
 
     async def _publish(self, instance: Instance, address: str) -> None:
-        """Let the other parts know the address of an instance. Of several instances, others know by announcement."""
+        """Make the address of an instance known to the other parts. They learn several instances of a part from announcements."""
         key = instance.part if instance.name == instance.part else instance.name
         if self._addresses.get(key) == address:
             return
@@ -337,7 +337,7 @@ class RayRun:
         """Pass on events until a process ended.
 
         Returns:
-            The outcome; None if a peer has another address now.
+            The outcome; None if the address of a peer has changed.
 
         Raises:
             RayActorError: if an actor is gone.
@@ -377,10 +377,10 @@ class RayRun:
                     self._listener.on_state(held.seat.name, *event)
 
     async def _same_process(self, held: Held) -> None:
-        """Return if an actor that did not answer is there, and still holds its process.
+        """Check that an actor that did not answer exists and still holds its process.
 
         Raises:
-            RayActorError: if it is not.
+            RayActorError: if not.
         """
         assert held.address is not None  # noqa: S101
         with contextlib.suppress(ActorUnavailableError, TimeoutError):
@@ -393,7 +393,7 @@ class RayRun:
         raise RayActorError(error_msg=f"the actor of {held.seat.name} on {held.address.host} is gone")
 
     async def _stop(self, instance: Instance) -> None:
-        """Drain and end the processes of an instance; actors that are gone have none."""
+        """Drain and end the processes of an instance. Actors that are gone have no processes."""
         await asyncio.gather(*(self._stop_actor(each) for each in instance.held))
 
     async def _stop_actor(self, held: Held) -> None:

@@ -1,7 +1,7 @@
 """The actor that holds one process of a run, with the supervisor that `sluice rl` has: same restarts, same drain, same logs.
 
-If the actor is killed, a watchdog ends its process. What goes through Ray are a few words: ports, one file of settings, states, and
-warnings that the process logged. Each answer is small enough that Ray sends it inside the reply, and never puts it into its object store.
+If the actor is killed, a watchdog ends its process. Only small messages go through Ray: ports, one file of settings, states, and warnings
+that the process logged. Each answer is so small that Ray sends it within the reply, and never puts it into its object store.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from sluice.supervise.log_records import LogLine
 from sluice.supervise.supervisor import ChildSpec, ChildState, LogLimit, Outcome, Supervisor
 
 ANY_NODE = "localhost"
-"""Name that each certificate of the driver is valid for, and that servers are checked by: on which nodes they will be is not known."""
+"""Name for which each certificate of the driver is valid, and by which servers are checked, since their nodes are not known in advance."""
 
 MOST_EVENTS = 40
-"""Events in one answer, with `_LINE_CHARACTERS` each: less than the 100 KiB up to which Ray keeps an answer out of its object store."""
+"""Most events in one answer. With `_LINE_CHARACTERS` each, an answer stays below 100 KiB; Ray puts larger ones into its object store."""
 
 _KEPT_EVENTS = 1000
 _LINE_CHARACTERS = 1000
 
 POLL_S = 20.0
-"""Seconds after which a call for events is answered without any, so that a caller knows that the actor is there."""
+"""Seconds after which a call for events is answered with none, so that the caller knows that the actor lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class Order:
         name: Label of the process, and name of its log.
         part: The part.
         instance: Name of the instance.
-        rank: Number of the node among those that the instance spans.
+        rank: Number of the node among the nodes of the instance.
         rendezvous: ``host:port`` of the first of these nodes.
         flags: Settings that differ between processes: addresses.
-        settings: The file of all others, with secrets.
-        dispatcher_token: Token that the driver made; empty if the settings name one, or need none.
-        certificates: Files of the folder `security.certs_dir`, by name, that the driver made; none if the settings name others.
+        settings: Content of the file with all other settings, with secrets.
+        dispatcher_token: Token that the driver made; empty if the settings name one, or none is needed.
+        certificates: Files of the folder `security.certs_dir` that the driver made, by name; none if the settings name certificates.
         logs: Directory of the log.
         most_restarts: Restarts of the process within ten minutes.
     """
@@ -116,9 +116,10 @@ class PartActor:
 
         Args:
             ports: Number that a port should have; 0 for any.
-            fixed: Whether a port must have its number; otherwise it gets another one if that is taken.
+            fixed: Whether a port must have its number. Otherwise it gets another number if that one is taken.
             directory: Working directory of the driver.
-            probe: A file that must be here, and its content: then the run's directory is the driver's. Two empty texts: none.
+            probe: A file that must exist here, and its content, to check that this node sees the driver's run directory. Two empty texts:
+                no check.
             release: Version of Sluice at the driver.
         """
         host = ray.util.get_node_ip_address()
@@ -133,7 +134,7 @@ class PartActor:
         return Address(self._incarnation, host, chosen, problem=problem)
 
     async def start(self, order: Order, host: str, ports: Mapping[str, int]) -> None:
-        """Start the process. Its states and its end are events; those of a process before it are forgotten."""
+        """Start the process. Its states and its end are events. Events of an earlier process are forgotten."""
         if self._running is not None:
             raise RuntimeError(f"{self._name} holds a process already; this is a defect")
         self._events.clear()
@@ -184,7 +185,7 @@ class PartActor:
                     [_spec(order, host, ports, Path(name))],
                     self,
                     max_restarts=order.most_restarts,
-                    # Two processes must never write the same files: where one keeps state, it dies with its actor.
+                    # Two processes must never write the same files. So a process that keeps state is killed together with its actor.
                     orphan_grace_s=0.0 if order.part.keeps_state else None,
                 )
                 outcome = await supervisor.run(self._stop)
@@ -244,7 +245,7 @@ def _spec(order: Order, host: str, ports: Mapping[str, int], private: Path) -> C
         words += ["--security.dispatcher-token-file", str(token)]
     command = part.command(words, instance=order.instance, rank=str(order.rank), rendezvous=order.rendezvous)
     run = load_run(["@", str(settings), *secured], part.service)
-    # Ray sets this one for its workers; the plan knows better.
+    # Ray sets this variable for its workers; the value from the plan is better.
     given = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return ChildSpec(
         name=order.name,

@@ -16,17 +16,17 @@ from sluice.supervise.spawn import Spawned, reader_of
 from sluice.supervise.watchdog import Watchdog
 
 _LOST = -int(signal.SIGKILL)
-"""Exit code of a process that was killed after its fork server: nobody knows by which signal."""
+"""Exit code of a process that a signal ended after its fork server was killed: the signal is then unknown."""
 
 _CODE_BYTES = 16
-"""More than an exit code takes."""
+"""Bytes to read for an exit code, more than one needs."""
 
 
 class Forked:
     """A process that was forked.
 
     Attributes:
-        stdout: Its output, until the last process that has it open ends.
+        stdout: Its output. It ends once no process has it open any more.
     """
 
     def __init__(self, pid: int, stdout: asyncio.StreamReader, codes: asyncio.StreamReader, own_code: int) -> None:
@@ -39,8 +39,8 @@ class Forked:
     async def wait(self) -> int:
         """Return its exit code, or minus the number of the signal that ended it. Call this once.
 
-        A process whose fork server was killed lives on, and has written its exit code to its pipe before it ends. A signal then
-        counts as SIGKILL, whichever it was.
+        A process survives if its fork server is killed, and writes its exit code to its pipe before it ends. If a signal ends such a
+        process, this counts as SIGKILL, whichever signal it was.
         """
         line = await _line(self._codes)
         try:
@@ -65,13 +65,13 @@ async def _until_ended(handle: int) -> None:
 
 
 class ForkServer:
-    """Starts `sluice.cli.fork_server` with the first fork, starts it again when it died, and kills it at the end.
+    """Starts `sluice.cli.fork_server` at the first fork, restarts it if it died, and kills it at the end.
 
     Args:
-        argv: Its command; empty if the service is always executed.
+        argv: Command of the fork server. Empty: the service is always executed as a new program.
         environment: All variables of the processes.
-        deadline_s: Seconds in which it must have forked: an import may hang.
-        clock: Time of that deadline.
+        deadline_s: Seconds within which it must fork. Bounded, because an import may hang.
+        clock: Measures that deadline.
     """
 
     def __init__(
@@ -100,10 +100,11 @@ class ForkServer:
         await self._stop()
 
     async def fork(self) -> Forked | None:
-        """Start the service; the one before must have ended. The watchdog knows the process before it begins.
+        """Start the service. Its previous process must have ended. The watchdog knows about the process before it begins.
 
         Returns:
-            None if the service must be executed: there is no server, it died or hangs, or it cannot fork safely.
+            The process; None if the service must be executed as a new program, because there is no fork server, or it died, hangs, or
+            cannot fork safely.
         """
         if not self._argv:
             return None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 POLL_S = 0.05
 
 KILL_MARKED_S = 1.0
-"""Seconds in which processes that start others all the time are looked for again and again."""
+"""Seconds for which the search for marked processes is repeated, since these may start further processes meanwhile."""
 
 
 def start(descriptor: int, argv: list[str]) -> int:
@@ -47,7 +47,7 @@ def watch(lines: Iterable[str], grace_s: float, mark: str = "") -> None:
     Args:
         lines: ``+<group>`` or ``-<group>``.
         grace_s: Seconds between SIGTERM and SIGKILL.
-        mark: Of processes to kill; see `kill_marked`. Empty: of none.
+        mark: Mark of processes to kill; see `kill_marked`. Empty: kill none.
     """
     groups: set[int] = set()
     for line in lines:
@@ -65,9 +65,9 @@ def watch(lines: Iterable[str], grace_s: float, mark: str = "") -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes of this user whose environment has a variable that begins so, until none is left. Only on Linux.
+    """Kill the processes of this user with an environment variable that begins with `mark`, until none is left. Only on Linux.
 
-    A process inherits its variables also if its parent has ended or it has a session of its own.
+    Descendants have the variable even if their parent has ended or they have sessions of their own.
 
     Args:
         mark: ``NAME=beginning of its value``.
@@ -85,7 +85,7 @@ def _processes() -> list[str]:
 
 
 def _kill_if_marked(process: int, mark: bytes) -> bool:
-    """Kill a process if it has the mark. Unlike its number, a handle never names another process."""
+    """Kill a process if it has the mark. It is killed by a handle, which unlike its number never refers to another process."""
     try:
         with open(f"/proc/{process}/environ", "rb") as file:  # noqa: PTH123 - pathlib is not loaded
             if not _has(file.read(), mark):

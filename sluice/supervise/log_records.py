@@ -1,11 +1,11 @@
-"""What a child writes, as lines for people and as records of its log.
+"""The output of a child, as lines for people and as records of its log.
 
-A log is JSON lines to its end. What our services log is JSON already and stays as it is. Everything else a process writes (lines of
-libraries, progress bars, the traceback of an interpreter) is *foreign*: each line becomes a record of its own, with the text in `event`.
+Every line of a log is JSON. Lines that our services log are JSON already and are not changed. All other output (lines of libraries,
+progress bars, the traceback of an interpreter) is *foreign*: each line becomes a record of its own, with the text in `event`.
 
     {"event": "I1126 10:04:33.1 7 fork_posix.cc:71] fork", "level": "info", "timestamp": "...Z", "service": "trainer", "foreign": true}
 
-What is not kept of foreign text: terminal control sequences (colors, titles, links), blank lines, and the earlier states of a progress bar.
+Some foreign text is dropped: terminal control sequences (colors, titles, links), blank lines, and the earlier states of a progress bar.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 """Severities by name."""
 
 _OUR_FIELDS = ("event", "level", "timestamp", "service")
-"""What every record has, see `sluice.telemetry.configure_logging`."""
+"""Fields that every record has, see `sluice.telemetry.configure_logging`."""
 
 _PLAIN_LEVEL = re.compile(r"^(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 """The level in a line of a library with logging of its own: ``WARNING ...`` or ``(EngineCore pid=7) ERROR ...``."""
@@ -31,7 +31,7 @@ _GLOG_LEVEL = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d")
 _GLOG_LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "critical"}
 
 _PROCESS = re.compile(r"^\([^)]*\) ")
-"""What vLLM puts before each line of its processes: ``(EngineCore pid=7) ``."""
+"""Prefix of each line that vLLM's processes write: ``(EngineCore pid=7) ``."""
 
 _TRACEBACK = re.compile(r"\s*(?:\+ Exception Group )?Traceback \(most recent call last\):|Fatal Python error: ")
 
@@ -48,7 +48,7 @@ _CONTROL_SEQUENCE = re.compile(
     r"|\][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC: titles, links
     r"|[@-Z\\^_])"
 )
-"""What a terminal obeys instead of showing it (ECMA-48)."""
+"""Control sequences, which a terminal executes and does not show (ECMA-48)."""
 
 _NO_LETTER = re.compile(r"[\W\d_]+")
 
@@ -94,8 +94,8 @@ class Records:
     """Turns the lines of one process into records of its log.
 
     Args:
-        service: Name that the records of foreign text carry: that of the child.
-        now: The time, in UTC; a foreign record has that at which its line was read.
+        service: Name of the child, for the records of foreign text.
+        now: Returns the time in UTC. A foreign record has the time at which its line was read.
     """
 
     def __init__(self, service: str, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
@@ -109,7 +109,7 @@ class Records:
 
         Args:
             raw: The line, without its end.
-            cut: Whether the line has no end: the process ended inside of it, or it is so long that the lines after it have its rest.
+            cut: Whether the line has no end, because the process ended within it, or the line was too long and its rest follows.
         """
         records: list[str] = []
         parts = list(_parts(raw))
@@ -122,7 +122,7 @@ class Records:
         return records
 
     def note(self, level: str, event: str, **fields: object) -> str:
-        """Return a record of what the supervisor itself has to say."""
+        """Return a record of the supervisor's own."""
         head = {"event": event, "level": level, "timestamp": self._timestamp(), "service": self._service}
         return json.dumps({**head, **fields})
 
@@ -139,7 +139,7 @@ class Records:
             self._in_traceback = True
             return "error"
         if self._in_traceback:
-            # Frames are indented. The first line that is not ends it, and has the error.
+            # Frames are indented. The first line that is not indented has the error, and ends the traceback.
             self._in_traceback = bare[:1].isspace()
             return "error"
         if found := _PLAIN_LEVEL.match(text):
@@ -150,10 +150,10 @@ class Records:
 
 
 def _parts(raw: str) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a line, each with the record of ours behind it; one of both may be empty.
+    """Yield the texts of a line, each with the record of our logging that follows it. Either may be empty.
 
-    Carriage returns put several texts over one another. Of successive ones that differ in nothing but digits and signs, as those of a
-    progress bar do, the last one is yielded alone.
+    Carriage returns make several texts overwrite each other. If successive texts differ only in digits and punctuation, as with a progress
+    bar, only the last one is yielded.
     """
     last = ""
     for state in _CONTROL_SEQUENCE.sub("", raw).split("\r"):
@@ -174,12 +174,12 @@ def _letters(text: str) -> str:
 
 
 def _object(raw: str) -> dict[str, object] | None:
-    """Return the JSON object that a line is; None if it is none."""
+    """Parse a line as a JSON object; return None if it is not one."""
     if not raw.startswith("{"):
         return None
     try:
         record = json.loads(raw)
-    except (ValueError, RecursionError):  # also of an integer with thousands of digits, and of thousands of brackets
+    except (ValueError, RecursionError):  # also for huge integers and deep nesting
         return None
     return record if isinstance(record, dict) else None
 

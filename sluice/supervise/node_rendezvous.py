@@ -1,8 +1,8 @@
 """How the machines of one trainer find each other at start, and notice that one of them is gone.
 
-The first node serves a key-value store, and the ranks use the same one later. A node's place among the others is its number, so that
-rank 0 is where the settings say. torchrun's own rendezvous orders nodes by their addresses, and guesses the first one by its host
-name, which containers and network namespaces share.
+The first node serves a key-value store, which the ranks use later, too. Nodes are ordered by their numbers, so that rank 0 is on the node
+that the settings name. torchrun's own rendezvous orders nodes by their addresses, and guesses the first one by its host name, which
+containers and network namespaces share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 BACKEND = "sluice"
 
 _BEATS = 6
-"""Signs of life in that time."""
+"""Signs of life within `Nodes.lost_s`."""
 
 _CONNECT_S = 5.0
 """Longest single attempt to connect to the first node."""
@@ -45,8 +45,8 @@ class Nodes:
         rank: The number of this one.
         host: Where this one reaches the first node.
         port: The port of the rendezvous; 0 takes a free one, for a single node.
-        join_s: Seconds in which all must have joined.
-        lost_s: Seconds without a sign of life after which a node is gone. One that drains may be silent for as long as that takes.
+        join_s: Seconds within which all must join.
+        lost_s: Seconds without a sign of life after which a node counts as gone. At least the time of a drain, in which a node is silent.
     """
 
     count: int = 1
@@ -98,7 +98,7 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         """Wait until all nodes have joined.
 
         Raises:
-            NodesMissingError: if they have not at the deadline.
+            NodesMissingError: if they have not joined by the deadline.
         """
         deadline = self._clock() + self._nodes.join_s
         store = self._join(deadline)
@@ -122,7 +122,7 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
     def _join(self, deadline: float) -> TCPStore:
         """Serve or reach the store, and note there that this node has joined.
 
-        A node that was restarted alone finds the store of the ranks before, which end soon: they lost some of them.
+        A node that was restarted alone may find the store of the previous ranks. These end soon, because they lost the ranks of this node.
         """
         nodes = self._nodes
         while True:
@@ -168,7 +168,7 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         nodes, now = self._nodes, self._clock()
         silent = [rank for rank, (_, at) in self._seen.items() if now - at > nodes.lost_s]
         if silent:
-            # All signs come through the first node: if none comes any more, it is the one that cannot be reached.
+            # All signs come through the first node. If none comes any more, the first node is the one that cannot be reached.
             gone = [0] if nodes.rank and len(silent) == len(self._seen) else silent
             raise NodesMissingError(
                 f"node {', '.join(map(str, gone))} of {nodes.count} gave no sign of life for {nodes.lost_s:g} s (rendezvous {nodes}): its machine, its"
@@ -178,7 +178,7 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         return 0
 
     def _exchange_signs(self, port: int) -> None:
-        """Give and note signs of life until `shutdown`, or until the first node cannot be reached.
+        """Send and receive signs of life until `shutdown`, or until the first node cannot be reached.
 
         The calls have no deadline, so a thread makes them.
         """
@@ -214,7 +214,7 @@ class NodeRendezvous(RendezvousHandler):  # type: ignore[misc]  # its module is 
         """Do nothing."""
 
     def shutdown(self) -> bool:
-        """Give no more signs of life. The store ends with the process."""
+        """Send no more signs of life. The store ends with the process."""
         self._ended.set()
         return True
 

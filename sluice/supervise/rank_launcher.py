@@ -1,7 +1,8 @@
 """The ranks of a trainer on this machine, and how they join those of other machines; `sluice ranks` starts them.
 
-The launcher is torchrun's, with three differences. It ends as its first failed rank ended, so that the supervisor learns why. It does
-not restart ranks: the supervisor restarts the whole service. And its nodes find each other as `node_rendezvous` says.
+The launcher is torchrun's, with three differences. It ends with the exit code or signal of the first rank that failed, so that the
+supervisor learns why. It does not restart ranks: the supervisor restarts the whole service. And its nodes find each other by
+`node_rendezvous`.
 """
 
 from __future__ import annotations

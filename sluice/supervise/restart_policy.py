@@ -6,29 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EXIT_CONFIG = 2
-"""Exit code of a child whose settings are wrong: a restart would read the same settings. Once they have served, something else is
-wrong that may pass."""
+"""Exit code of a child whose settings are wrong: a restart would read the same settings. If the child has served with them before, the
+cause is another one, which may be transient."""
 
 EXIT_FOR_GOOD = 3
 """Exit code of a child that gave up: a restart would fail the same way."""
 
 EXIT_BIND = 4
-"""Exit code of a child that cannot listen at its address: another program took the port. Once it has served, that may pass."""
+"""Exit code of a child that cannot listen at its address: another program took the port. If the child has served before, that may be
+transient."""
 
 EXIT_SET_ASIDE = 5
-"""Exit code of an orchestrator whose run paused because too much was set aside, and which nobody let go on: a restart would wait again."""
+"""Exit code of an orchestrator whose run paused because too much was set aside, and that nobody resumed: a restart would wait again."""
 
 EXIT_MISSING_PEER = 6
 """Exit code of a service whose peer never served: a restart waits for it anew."""
 
 EXIT_UNFINISHED = 143
-"""Exit code of a service that a signal ended before its work was done; shells report it for SIGTERM. A Job of Kubernetes takes 0 as done."""
+"""Exit code of a service that a signal ended before its work was done. Shells report it for SIGTERM. It is not 0, because a Kubernetes Job
+counts 0 as done."""
 
 _FOR_GOOD = {EXIT_FOR_GOOD: "it gave up", EXIT_SET_ASIDE: "too much was set aside"}
-"""Why a child is not started again that has waited for whatever waiting could cure, by exit code."""
+"""By exit code, why a child is never restarted: it has waited already, and waiting again would not help."""
 
 _WRONG_AT_START = {EXIT_CONFIG: "its settings are wrong", EXIT_BIND: "it cannot listen at its address"}
-"""Why a child that never served is not started again, by exit code."""
+"""By exit code, why a child that never served is not restarted."""
 
 START_S = 600.0
 """Seconds until a child must serve, unless a flag says otherwise."""
@@ -37,13 +39,13 @@ MOST_RESTARTS = 3
 """Restarts of one child within the window, unless a flag says otherwise."""
 
 WINDOW_S = 600.0
-"""Seconds after which a restart no longer counts: a child that dies once a day may go on."""
+"""Seconds after which a restart no longer counts, so that a child that dies once a day is always restarted."""
 
 SETTLED_S = 5.0
-"""Seconds that a child must have served for its start to count as a success: one that dies sooner may die of its start."""
+"""Seconds that a child must serve for its start to count as a success. If it dies sooner, the start may be the cause."""
 
 FIRST_DELAY_S = 0.5
-"""Pause in seconds after the second start in a row that was no success; doubles with each further one. Before there is no pause."""
+"""Pause in seconds after the second failed start in a row. It doubles with each further failed start. After the first there is no pause."""
 
 MAX_DELAY_S = 8.0
 """Longest pause, in seconds."""

@@ -1,9 +1,9 @@
 """One step of a Slurm job: `python -m sluice.supervise.slurm_step JOB NODE STEP srun ...` runs `srun`, and ends as the step ended.
 
 srun answers SIGTERM by killing its step. This program sends the step itself SIGTERM by `scancel`, so that the service drains. If a
-step ends because its node is lost, Slurm needs until `SlurmdTimeout` to see that, and then ends or requeues the job: this program waits
-for it, since a step that is started on the same node until then would fail. If Slurm does not start the step at all, as while its controller
-starts again, or has not yet cleared away the steps of the job's last start, this program asks again.
+step ends because its node is lost, Slurm takes up to `SlurmdTimeout` to notice, and then ends or requeues the job. This program waits for
+that, since a step that is started on the same node before would fail. If Slurm does not start the step at all, for example while its
+controller restarts or has not yet removed the steps of the job's last start, this program asks again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NODE_WAIT_S = 900.0
 """Seconds that Slurm gets to end the job of a node that does not answer. `SlurmdTimeout` is 300 s unless a cluster sets it."""
 
 REFUSALS_S = 300.0
-"""Seconds for which a step that Slurm does not start is asked for again."""
+"""Seconds for which to retry a step that Slurm does not start."""
 
 REFUSAL_S = 5.0
-"""Seconds between two of these."""
+"""Seconds between two such attempts."""
 
 _REFUSED = b"srun: error: Unable to "
 """Beginning of the line in which srun says that there will be no step."""
@@ -52,7 +52,7 @@ def main(job: str, node: str, step: str, command: list[str]) -> int:
         command: ``srun`` and its words.
 
     Returns:
-        The exit code of the step's program. This process ends by the same signal if one ended that program.
+        The exit code of the step's program. If a signal ended that program, this process ends by the same signal.
     """
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -40,7 +40,7 @@ TAIL_LINES = 30
 """Lines of a dead child's log that are shown: a traceback and a few lines before it."""
 
 STOP_MARGIN_S = 2.0
-"""Seconds that a child gets beyond its drain to put away what it holds, before it is killed."""
+"""Seconds that a child gets after its drain to release its resources, before it is killed."""
 
 _KILL_GRACE_S = 2.5
 """Seconds for a killed process to end and for its output to be read. A process that hangs in a driver is left behind."""
@@ -79,9 +79,9 @@ class ChildSpec:
         address: Where it serves, for people.
         after: Children that must have served before this one is started for the first time.
         start_s: Seconds until it must serve.
-        may_leave: Why the others go on without this child when it ends with exit code 0, as a drained replica does, for people.
+        may_leave: Why the run continues without this child after it ended with exit code 0, as a drained replica does, for people.
             Empty: its end is a failure.
-        drain_s: Seconds that it takes to drain after SIGTERM, at most.
+        drain_s: Most seconds that it takes to drain after SIGTERM.
         log_limit: How much of its output stays on disk.
     """
 
@@ -154,8 +154,8 @@ class Supervisor:
 
     Args:
         max_restarts: Most restarts of each child within the window of `restart_policy`.
-        stop_margin_s: Seconds between the end of a child's drain and SIGKILL. Children end side by side, so the longest drain
-            and this bound the whole stop.
+        stop_margin_s: Seconds between the end of a child's drain and SIGKILL. Children end in parallel, so the whole stop takes at
+            most the longest drain and this margin.
         orphan_grace_s: Seconds between SIGTERM and SIGKILL of the children if this process is killed. None: the longest drain and
             the margin.
         clock: Time of starts, drains and restarts.
@@ -177,7 +177,7 @@ class Supervisor:
         self._served = {spec.name: asyncio.Event() for spec in specs}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
-        """Keep all children until the end of one decides the outcome, or until `stop` is set; then end all of them.
+        """Keep all children running until the end of one decides the outcome, or until `stop` is set. Then end all of them.
 
         Raises:
             OSError: if a program cannot be started.
@@ -207,10 +207,10 @@ class Supervisor:
             child.kill()
 
     async def _keep(self, spec: ChildSpec, watchdog: Watchdog) -> Outcome | None:
-        """Keep one child until its end decides the outcome of the run; end it when cancelled.
+        """Keep one child running until its end decides the outcome of the run. End it when cancelled.
 
         Returns:
-            The outcome; None if the child has left, and the others go on.
+            The outcome; None if the child has ended and the run continues without it.
         """
         restarts: list[float] = []
         log = ChildLog(spec.log_path, spec.log_limit)
@@ -287,7 +287,7 @@ class Supervisor:
 
 
 class Stoppable(Protocol):
-    """Runs the processes of a run: a `Supervisor`, or what does its work on a cluster."""
+    """Runs the processes of a run: a `Supervisor`, or its counterpart on a cluster."""
 
     async def run(self, stop: asyncio.Event) -> Outcome:
         """Run to the end, or until `stop` is set; then end everything in order."""
@@ -318,7 +318,7 @@ async def run_until_signal(supervisor: Stoppable, say: Callable[[str], None]) ->
 
 
 class Child:
-    """One process of a child, in a process group of its own, whose id is the process's."""
+    """One process of a child, in a process group of its own. The group's id is the process id."""
 
     def __init__(
         self,
@@ -372,7 +372,7 @@ class Child:
         return code
 
     def terminate(self) -> None:
-        """Ask it to drain by SIGTERM; it ends what it started itself."""
+        """Ask it to drain by SIGTERM. It ends the processes that it started itself."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
 
@@ -396,8 +396,8 @@ class ChildLog:
     """The log of one child across its restarts: a file of JSON lines, see `log_records`, and the last lines in memory.
 
     A file that is full becomes ``NAME.log.1``, the one before it ``NAME.log.2``, and so on; the oldest is removed. A disk that is full
-    does not end the child: lines that cannot be written are missing in the file, which says so later. What a supervisor left that was
-    killed inside of a line is made a record, too.
+    does not end the child: lines that cannot be written are missing in the file, and a later record says how many. If a supervisor was
+    killed while it wrote a line, the incomplete line is made a record, too.
 
     Args:
         path: The file; its folder is made with the first line.
@@ -435,7 +435,7 @@ class ChildLog:
             self._close()
 
     def _write(self, records: Sequence[str]) -> None:
-        """Write the records of a line, behind the number of those that are missing; leave no part of them if there is no room."""
+        """Write the records of a line, after a record with the number of missing lines. If there is no room, write nothing."""
         if not records:
             return
         if self._missing:
@@ -461,7 +461,7 @@ class ChildLog:
         return self._file
 
     def _mend(self, file: FileIO) -> None:
-        """Make a record of the text behind the last line end of a file."""
+        """Replace an incomplete last line of a file by a record of its text."""
         start = size = file.seek(0, os.SEEK_END)
         torn = b""
         while start and b"\n" not in torn:
@@ -481,7 +481,7 @@ class ChildLog:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[tuple[str, bool]]:
-    """Yield lines of any length, each with whether it has no end; bytes that are not UTF-8 are escaped, not dropped."""
+    """Yield lines, each with whether its end is missing. Lines that are too long are split. Bytes that are not UTF-8 are escaped."""
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     rest = ""
     while chunk := await stream.read(_CHUNK_BYTES):

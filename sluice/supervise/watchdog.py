@@ -53,9 +53,9 @@ class Watchdog:
         stderr: int | IO[bytes],
         environment: Mapping[str, str] | None = None,
     ) -> Spawned:
-        """Start a program in a session of its own. It does not begin before the watchdog knows it.
+        """Start a program in a session of its own. It does not begin before the watchdog knows about it.
 
-        Because of the session, Ctrl-C reaches the supervisor alone, which then ends its children in order.
+        Because of the session, Ctrl-C reaches only the supervisor, which then ends its children in order.
 
         Raises:
             FileNotFoundError: if there is no such program.
@@ -89,7 +89,7 @@ class Watchdog:
             self._lines.write(f"{sign}{group}\n".encode())
 
     async def stop(self) -> None:
-        """Make the watchdog end the groups that are left, and wait for its own end."""
+        """Make the watchdog end the remaining groups, and wait until it has exited."""
         self._lines.close()
         await self._process.wait()
 
