@@ -18,7 +18,7 @@ from sluice.rpc import RpcServer
 from sluice.tasks import settle
 
 _UNBOUNDED_S = 86_400.0
-"""More seconds than any drain takes: the server's bounds that of the episodes."""
+"""More seconds than any drain takes. The server's drain limits the drain of the episodes."""
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +70,7 @@ async def _play(common: CommonConfig, config: AgentsConfig, player: Player) -> N
         unfinished = False
 
         async def finish(_grace_s: float) -> None:
-            """Lease nothing more, and wait for the episodes under way. What is left is given back."""
+            """Lease no more episodes, and wait for those in progress. Give the rest back."""
             nonlocal unfinished
             unfinished = not player.ended.is_set()
             stop.set()

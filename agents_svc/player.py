@@ -19,7 +19,8 @@ from sluice.loading import construct
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 
 Outcome: TypeAlias = "float | Mapping[str, float] | None"
-"""What an agent returns: the reward of the episode; rewards by generation id; None if it was recorded or the environment scores."""
+"""What an agent returns: the reward of the episode, or rewards by generation id, or None if the agent recorded the reward itself or the
+environment scores."""
 
 Method: TypeAlias = Callable[[Episode], "Outcome | Awaitable[Outcome]"]
 """Plays one episode with the user's object."""
@@ -43,7 +44,7 @@ def load_agent(location: str, arguments: Mapping[str, Any]) -> tuple[Method, boo
         arguments: Keyword arguments of the class.
 
     Returns:
-        What plays an episode with it, and whether that blocks: then it needs a thread.
+        A function that plays an episode with the object, and whether it blocks, so that it needs a thread.
 
     Raises:
         ConfigError: if it cannot be found, imported or constructed, or has no method that plays an episode.
@@ -78,7 +79,7 @@ def load_agent(location: str, arguments: Mapping[str, Any]) -> tuple[Method, boo
 
 
 def hosted_agent(processes: EnvironmentProcesses, location: str, episode_s: float) -> tuple[Method, bool]:
-    """Return what plays an episode with a class in processes of its own, as `load_agent` does.
+    """Return the same as `load_agent`, for a class that runs in processes of its own.
 
     Raises:
         ConfigError: if the class has no `run`.
@@ -107,7 +108,7 @@ class Player:
 
     Args:
         agent: What `load_agent` returned.
-        at_a_time: Episodes that are played at a time.
+        at_a_time: Episodes that are played at the same time.
         episode_s: Seconds for one episode.
         most_failures: Failures in a row after which the agents give up.
         clock: The time of an episode.
@@ -133,7 +134,7 @@ class Player:
         """Play one episode to its end, and submit it.
 
         Raises:
-            Exception: what the agent raises, or a gateway answers; TimeoutError after `episode_s`.
+            Exception: the exception of the agent, or the error of a gateway; TimeoutError after `episode_s`.
         """
         rounds = self._rounds
         self.playing += 1
@@ -189,7 +190,7 @@ class Player:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception for people, with the last line outside of libraries that it passed."""
+    """Return an exception for people, with the innermost line of its traceback that is not in a library."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if "site-packages" not in each.filename]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

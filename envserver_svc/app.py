@@ -39,7 +39,7 @@ async def serve(common: CommonConfig, config: EnvServerConfig, clock: Clock = CL
         server.count_left(lambda: {**server.calls_left(), "episodes": servicer.open_episodes})
 
         async def finish(_grace_s: float) -> None:
-            """Let open episodes come to their end."""
+            """Wait until the open episodes have ended."""
             await server.until_nothing_is_left()
 
         closing = asyncio.create_task(servicer.run(), name="idle episodes")

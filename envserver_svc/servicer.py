@@ -1,8 +1,8 @@
 # ruff: noqa: N802 - gRPC names the methods
 """Serves EnvironmentService with an environment that runs in processes of its own.
 
-Reset is idempotent by the episode, Step by the episode and its turn: what was answered is answered again. Episodes without a call are
-closed after a while.
+Reset is idempotent by the episode, Step by the episode and its turn: a repeated call gets the same answer. Idle episodes are closed after
+a while.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Served:
-    """An open episode: the calls of one episode are answered one after the other."""
+    """An open episode. Its calls are answered one after the other."""
 
     opened: OpenEpisode
     closing: contextlib.AsyncExitStack
@@ -64,10 +64,10 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     """Serves one environment.
 
     Args:
-        processes: Run it.
+        processes: The processes that run it.
         config: The settings.
-        clock: Says how long episodes are idle.
-        drain: Whether the service leaves: then it begins no episode.
+        clock: Measures how long episodes are idle.
+        drain: Whether the service drains; then it begins no episode.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return len(self._episodes) + len(self._opening)
 
     async def run(self) -> None:
-        """Close idle episodes, until it is cancelled; then close all."""
+        """Close idle episodes until cancelled; then close all."""
         try:
             while True:
                 await self._clock.sleep(self._config.idle_s / 4)
@@ -99,7 +99,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 await self._close(name)
 
     def scrape(self) -> Iterator[Metric]:
-        """Yield what is open, and what went wrong, as Prometheus metrics."""
+        """Yield Prometheus metrics about open episodes and failures."""
         yield gauge("sluice_environment_episodes", "Episodes that are open.", float(len(self._episodes)))
         most = float(self._config.most_episodes)
         yield gauge("sluice_environment_max_episodes", "Most episodes that may be open.", most)
@@ -113,7 +113,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     async def Describe(
         self, request: environment_pb2.DescribeRequest, context: Context
     ) -> environment_pb2.DescribeResponse:
-        """Say what the environment is."""
+        """Describe the environment."""
         return environment_pb2.DescribeResponse(
             environment=self._processes.name,
             version=version("sluice"),

@@ -1,1 +1,1 @@
-"""What `sluice doctor` looks at: this machine, a run's settings on it, and the services that a run talks to."""
+"""The checks of `sluice doctor`: this machine, a run's settings on it, and the services that a run talks to."""

@@ -19,8 +19,8 @@ class Finding:
     """What a check found.
 
     Attributes:
-        check: What was looked at, such as ``disk``.
-        found: What is so.
+        check: What was checked, such as ``disk``.
+        found: What was found.
         remedy: What to do; empty if all is well.
     """
 
@@ -31,15 +31,15 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return that all is well."""
+    """Return the finding that all is well."""
     return Finding(check, State.OK, found)
 
 
 def warning(check: str, found: str, remedy: str) -> Finding:
-    """Return that something will hurt sooner or later."""
+    """Return a finding that is likely to cause trouble later."""
     return Finding(check, State.WARNING, found, remedy)
 
 
 def wrong(check: str, found: str, remedy: str) -> Finding:
-    """Return that a run cannot work like this."""
+    """Return a finding with which a run cannot work."""
     return Finding(check, State.WRONG, found, remedy)

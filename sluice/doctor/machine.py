@@ -25,10 +25,10 @@ IMPORT_S = 180.0
 _SHOWN_CHARACTERS = 400
 
 OPEN_FILES = 4096
-"""Fewer than this are used up by a gateway with a thousand agents."""
+"""Least limit of open files. A gateway with a thousand agents uses up a lower one."""
 
 MOST_OPEN_FILES = 65_536
-"""More are of no use here."""
+"""A higher limit of open files has no benefit here."""
 
 GIB = 1 << 30
 _MIB = 1 << 20
@@ -140,7 +140,7 @@ def check_engine(library: str, extra: str) -> Finding:
 
     Args:
         library: Name to import.
-        extra: What to install it with.
+        extra: The extra of this package that installs it.
     """
     said, problem = _import(f"import {library}; print(getattr({library}, '__version__', ''))")
     if problem:

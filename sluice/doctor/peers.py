@@ -23,10 +23,10 @@ from sluice.rpc.server import CONTRACT_VERSION
 from sluice.v1 import common_pb2, common_pb2_grpc
 
 ANSWER_S = 5.0
-"""Seconds for each thing that a peer is asked."""
+"""Deadline of each question to a peer, in seconds."""
 
 APART_S = 2.0
-"""Seconds by which clocks may differ: journals, certificates and logs are compared by them."""
+"""Most seconds by which clocks may differ. Journals, certificates and logs of several machines are compared by their clocks."""
 
 
 def peers_of(run: RunConfig) -> Mapping[str, str]:
@@ -46,7 +46,7 @@ async def check_peers(addresses: Mapping[str, str], security: SecurityConfig) ->
 
 
 async def check_peer(name: str, target: str, security: SecurityConfig) -> Finding:
-    """Go as far as one gets with a service, and say what is in the way."""
+    """Check a service step by step, and return the first problem."""
     what = f"peer {name}"
     problem = await _unreachable(what, name, target, security)
     if problem is not None:
@@ -112,7 +112,7 @@ async def _tls_problem(what: str, target: str, address: tuple[str, int], securit
             context.load_cert_chain(security.tls_cert, security.tls_key)
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await asyncio.open_connection(*address, ssl=context)
-            # A server checks the client's certificate after the client's part of the handshake, and says nothing but good-bye.
+            # A server checks the client's certificate after the client's part of the handshake. If it refuses it, it just closes the connection.
             refused = not await reader.read(1)
         writer.close()
     except ssl.SSLCertVerificationError as error:
@@ -128,7 +128,7 @@ async def _tls_problem(what: str, target: str, address: tuple[str, int], securit
 
 
 def _refused_certificate(what: str, target: str, security: SecurityConfig) -> Finding:
-    """Return why a server may refuse our certificate, which it does not say."""
+    """Return why a server may refuse our certificate. The server itself gives no reason."""
     if security.tls_cert is None:
         return wrong(
             what,

@@ -29,16 +29,16 @@ VERSIONS_IN_MEMORY = 2
 """Versions of the weights that a replica stages: the served one and the next."""
 
 COPIES_ON_DISK = 8
-"""Sizes of the model that a run needs at least: two checkpoints with the state of the optimizer, and two versions."""
+"""Least disk space of a run, in sizes of the model: two checkpoints with the state of the optimizer, and two versions."""
 
 
 def check_settings(run: RunConfig, services: Sequence[str], directory: Path | None = None) -> Iterator[Finding]:
-    """Look at what the settings name on this machine.
+    """Check the files, directories and ports on this machine that the settings name.
 
     Args:
         run: The settings.
-        services: Those that are to be started here one by one: their ports must be free.
-        directory: The run's directory if it is not where the settings say.
+        services: Services to be started here one by one. Their ports must be free.
+        directory: The run's directory, if it differs from the one in the settings.
     """
     size, least, run_dir = weight_bytes(run.model), least_free(run), directory or run.run_dir
     if run.model:
@@ -59,7 +59,7 @@ def check_settings(run: RunConfig, services: Sequence[str], directory: Path | No
 
 
 def check_ends(model: str, template: Path | None = None, arguments: Mapping[str, Any] | None = None) -> Finding:
-    """Show which tokens end a turn of the model, which one pads, and where each is named. The hub is not asked.
+    """Show which tokens end a turn of the model, which token pads, and which files name them. The hub is not asked.
 
     Args:
         model: Its directory or hub id.
@@ -101,7 +101,7 @@ def weight_bytes(model: str) -> int:
 
 
 def least_free(run: RunConfig) -> int:
-    """Return the bytes that a run leaves free on its disks: with less it pauses."""
+    """Return the bytes that must stay free on a run's disks. With less the run pauses."""
     disk = getattr(run.section("orchestrator"), "disk", None)
     return 0 if disk is None else int(disk.min_free_mb) << 20
 
@@ -121,12 +121,12 @@ def _same_disk(one: Path, other: Path) -> bool:
 
 
 def check_disk(directory: Path, model_bytes: int, least_bytes: int = 0) -> Finding:
-    """Look whether a run can write its files, and whether they have room.
+    """Check whether a run can write its files, and whether they have room.
 
     Args:
         directory: Where it writes them.
         model_bytes: Size of the model's weights.
-        least_bytes: What the run leaves free.
+        least_bytes: Bytes that must stay free.
     """
     existing = _existing(directory)
     if not existing.is_dir():
@@ -157,14 +157,14 @@ def check_disk(directory: Path, model_bytes: int, least_bytes: int = 0) -> Findi
 
 
 def check_file_systems(run_dir: Path) -> Iterator[Finding]:
-    """Look whether the journal can work where the run's directory is or will be."""
+    """Check whether the file system of the run's directory supports the journal. The directory need not exist yet."""
     problem = check_file_system(run_dir)
     if problem is not None:
         yield (wrong if problem.fatal else warning)("file system", problem.found, problem.remedy)
 
 
 def check_files(run_dir: Path, versions: Path | None) -> Iterator[Finding]:
-    """Show what the files of a run take, by kind, the largest first; nothing if there is no such run.
+    """Show the disk usage of a run's files by kind, the largest first; nothing if there is no such run.
 
     Args:
         run_dir: Its directory.
@@ -180,7 +180,7 @@ def check_files(run_dir: Path, versions: Path | None) -> Iterator[Finding]:
 
 
 def check_stage(directory: Path, model_bytes: int) -> Finding:
-    """Look whether staged versions have room in shared memory."""
+    """Check whether staged versions have room in shared memory."""
     if not directory.is_dir():
         return wrong(
             "shared memory",
@@ -199,7 +199,7 @@ def check_stage(directory: Path, model_bytes: int) -> Finding:
 
 
 def check_ports(service: str, server: ServerConfig | None) -> Iterator[Finding]:
-    """Look whether the ports of a service are free."""
+    """Check whether the ports of a service are free."""
     if server is None:
         return
     ports = {"port": server.port, "http_port": getattr(server, "http_port", None), "metrics_port": server.metrics_port}
@@ -238,7 +238,7 @@ def _listener(port: int) -> str:
 
 
 def check_certificates(security: SecurityConfig) -> Iterator[Finding]:
-    """Let this process's certificate be checked against its own authorities, as a peer with the same authorities does."""
+    """Check this process's certificate against its own authorities, as a peer with the same authorities would."""
     if security.tls_cert is None or security.tls_key is None:
         return
     problem = ""

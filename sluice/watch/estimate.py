@@ -23,7 +23,7 @@ _ALIKE = (
     ("orchestrator", "sampling", "max_tokens"),
     ("rollout", "engine"),
 )
-"""Settings in which an earlier run must agree for its steps to take about as long."""
+"""Settings that must be the same in an earlier run, so that its steps take about as long."""
 
 
 def estimate(config: RunConfig) -> str:
@@ -63,7 +63,7 @@ def _runs_alike(config: RunConfig) -> Iterator[tuple[Path, float, float]]:
 
 
 def _parts(settings: Mapping[str, Any]) -> list[object]:
-    """Return the settings that must agree."""
+    """Return the settings that must be the same."""
     found: list[object] = []
     for path in _ALIKE:
         value: Any = settings

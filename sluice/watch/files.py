@@ -1,4 +1,4 @@
-"""Read a run from its directory, also while it lives: new lines only, and whole ones."""
+"""Read a run from its directory, even while it lives: only new and complete lines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sluice.watch.rules import Machine, Row
 from sluice.watch.watch import Watch
 
 _OF_A_STEP = "completion/mean_tokens"
-"""A metric that each step has, and no evaluation."""
+"""A metric that every step has, and no evaluation has."""
 
 _MOST_BYTES = 64 << 20
-"""Bytes of new lines that are read at once; the rest comes with the next reading."""
+"""Most bytes of new lines to read at once. The next call reads the rest."""
 
 
 class NewLines:
@@ -30,7 +30,7 @@ class NewLines:
         self._path, self._position = path, 0
 
     def read(self) -> list[bytes]:
-        """Return the new lines without the one that is still being written; none if there is no file.
+        """Return the new complete lines; none if there is no file.
 
         Raises:
             OSError: if the file is there and cannot be read.
@@ -97,7 +97,7 @@ class RunFiles:
         return (row for row in self.new_rows() if isinstance(row, Row))
 
     def report(self) -> Mapping[str, Any] | None:
-        """Return the report of the run; None if it has none that can be read."""
+        """Return the report of the run; None if there is no readable report."""
         try:
             found = json.loads((self.run_dir / REPORT_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -118,10 +118,10 @@ class RunFiles:
                     continue
 
     def machine(self) -> Machine:
-        """Return what is left of this machine, which reads the run's directory.
+        """Return the free space on the disk of the run's directory, and the free memory of this machine.
 
         Raises:
-            OSError: if the directory is not there.
+            OSError: if the directory does not exist.
         """
         return Machine(shutil.disk_usage(self.run_dir).free, _available_share())
 
@@ -139,7 +139,7 @@ def _row(line: bytes) -> Row | Evaluation | None:
 
 
 def _available_share() -> float:
-    """Return the share of this machine's memory that is available, 1 where the system does not say."""
+    """Return the fraction of this machine's memory that is available; 1 if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

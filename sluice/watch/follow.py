@@ -33,7 +33,7 @@ class Look:
 
     Attributes:
         rows: Its new steps and evaluations.
-        begun: What began to be wrong with it.
+        begun: New findings.
     """
 
     rows: tuple[Row | Evaluation, ...]
@@ -41,7 +41,7 @@ class Look:
 
 
 class FollowedRun:
-    """A run, live or ended. Each `look` reads what is new; the attributes say how it stood then.
+    """A run, live or ended. Each `look` reads what is new, and updates the attributes.
 
     Args:
         config: Its settings.
@@ -67,7 +67,7 @@ class FollowedRun:
 
     @property
     def max_steps(self) -> int:
-        """Return how many steps the run shall make; 0 if its settings do not say."""
+        """Return how many steps the run is to make; 0 if its settings do not say."""
         orchestrator = orchestrator_of(self.config)
         return 0 if orchestrator is None else orchestrator.max_steps
 
@@ -89,7 +89,7 @@ class FollowedRun:
         now, self.live = self._wall(), held or run is not None
         if self.live:
             self.state, self.error = ("starting" if run is None else STATES.get(run.state, "unknown")), ""
-            if run is None:  # nothing new but the time
+            if run is None:  # only the time has changed
                 load = replace(self.watch.history.load or Load(now, running=True), time=now)
             else:
                 load = self._loads.read(run, now)
@@ -112,7 +112,7 @@ class FollowedRun:
         return self.watch.step(row)
 
     async def _ask(self) -> orchestrator_pb2.Run | None:
-        """Return the state that the orchestrator says; None if it does not answer, or may not answer us."""
+        """Return the state from the orchestrator; None if it does not answer, or refuses to answer us."""
         with contextlib.suppress(SluiceError, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
                 return await self._orchestrator.run(self.config.run)
@@ -120,7 +120,7 @@ class FollowedRun:
 
 
 def runs_below(output_dir: Path) -> list[Path]:
-    """Return the directories of the runs of an output directory, the one that was written last at the end."""
+    """Return the directories of the runs in an output directory; the most recently written one comes last."""
     marks = (JOURNAL_FILE, METRICS_FILE, REPORT_FILE)
     found: dict[Path, float] = {}
     for path in output_dir.iterdir() if output_dir.is_dir() else ():

@@ -16,14 +16,14 @@ STATES = {
 """The states of a run, for people."""
 
 _LEAST_S = 10.0
-"""Seconds between two counts of tokens from which a rate is computed: over less, single replies decide."""
+"""Least seconds between two counts of tokens to compute a rate from. Over a shorter time, single replies would dominate."""
 
 
 class LoadReader:
-    """Makes a `Load` of each answer of GetRun; remembers the counts of tokens, for the rates between them.
+    """Converts each answer of GetRun into a `Load`. Remembers the counts of tokens, to compute rates.
 
-    The rate of a replica is that of one sample: tokens by the seconds for which it had samples, summed over samples. So it says nothing
-    of how much work a replica had. One without work keeps its last rate.
+    The rate of a replica is that of one sample: tokens divided by seconds of sampling, both summed over its samples. So it does not depend
+    on how much work the replica had. A replica without work keeps its last rate.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LoadReader:
             if now - then < _LEAST_S or 0 <= more_s < _LEAST_S:
                 continue
             self._counted[each.address] = (now, each.generated_tokens, each.sample_seconds)
-            # A replica or an orchestrator that started again counts from 0.
+            # After a restart, a replica or an orchestrator counts from 0 again.
             if then and more_tokens >= 0 and more_s > 0:
                 self._rates[each.address] = more_tokens / more_s
         known = {each.address for each in run.replicas}

@@ -1,7 +1,7 @@
 """The rules that say what is wrong with a run: what, why it matters, and what to do.
 
 A rule is a function of what `History` remembers of the run. It returns a sentence while something is wrong, else None.
-How long that must last until it counts, and since when it lasts, is the business of `sluice.watch.watch`.
+`sluice.watch.watch` keeps track of how long a rule has applied, and whether that is long enough to count.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from statistics import fmean, median, stdev
 from sluice.config import WatchConfig
 
 _FIRST = 10
-"""Steps whose metrics are the baseline: what the run looked like before it learned."""
+"""Number of first steps whose metrics are the baseline, before the run has learned."""
 
 _KEPT = 50
-"""Steps that are remembered besides the first ones."""
+"""Number of last steps that are remembered, besides the first ones."""
 
 _SHORT, _LONG, _IDLE = 5, 10, 20
-"""Steps over which a rule averages: what varies little, what varies with the tasks of a batch, and who waits for whom."""
+"""Steps over which rules average: for metrics that vary little, for metrics that vary with the tasks of a batch, and for which side waits
+for the other."""
 
 _LEAST_EARLIER = 5
 """Steps that a median needs before a step is compared with it."""
 
 _MORE_TOKENS = 4.0
-"""Tokens by which completions must have grown at least: on tasks with answers of a few tokens, one more is not growth."""
+"""Least number of tokens by which completions must have grown. On tasks with short answers, one more token is not growth."""
 
 _START_S = 600.0
-"""Seconds in which a run has to make its first step, and a replica to load its model."""
+"""Seconds within which a run must make its first step, and a replica must load its model."""
 
 _PAUSE_S = 30.0
-"""Seconds that a step may take besides its share: a checkpoint, an evaluation."""
+"""Further seconds that a step may take, for a checkpoint or an evaluation."""
 
 
 class Family(StrEnum):
-    """What a rule looks at."""
+    """The subject of a rule."""
 
     LEARNING = "learning"
     SPEED = "speed"
@@ -58,7 +59,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a rule says.
+    """The result of a rule that applies.
 
     Attributes:
         what: A sentence with the numbers.
@@ -88,8 +89,8 @@ class ReplicaLoad:
     """A replica at one moment.
 
     Attributes:
-        reason: Why it gets no work; empty: it gets some.
-        tokens_per_s: Tokens a second that a sample got lately, on the average; None until that is known.
+        reason: Why it gets no work; empty if it gets work.
+        tokens_per_s: Recent average of tokens per second and sample; None until it is known.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Load:
     Attributes:
         time: Seconds since 1970.
         running: Whether steps are due: it has started, and is neither paused nor ending.
-        waits_for: What it waits for that somebody may have to repair or start.
+        waits_for: What it waits for, as far as somebody may have to repair or start it.
     """
 
     time: float
@@ -126,7 +127,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is left of a machine: bytes of the disk that holds the run, and the share of the memory that is available."""
+    """Free resources of a machine: bytes on the run's disk, and the fraction of the memory that is available."""
 
     disk_bytes: int
     memory_share: float
@@ -134,16 +135,16 @@ class Machine:
 
 @dataclass(slots=True)
 class History:
-    """What the rules remember of a run: bounded, however long it lasts.
+    """What the rules remember of a run. Its size is bounded, however long the run lasts.
 
     Attributes:
-        first: Its first steps.
-        last: Its last ones.
+        first: The first steps.
+        last: The last steps.
         best_reward: The best mean reward of `_LONG` steps in a row.
-        served: Replicas that got work once.
-        loads: States about which it is known how many groups were drawn and failed, the oldest first.
-        load: Its state now, while it lives.
-        began: Since when steps are due, or when it was seen first, in seconds since 1970.
+        served: Replicas that have ever got work.
+        loads: States between which the number of drawn groups changed, the oldest first.
+        load: The present state of a live run.
+        began: Since when steps are due, or when the run was first seen, in seconds since 1970.
     """
 
     limits: WatchConfig
@@ -160,11 +161,11 @@ class History:
 
     @property
     def steps_are_due(self) -> bool:
-        """Return whether the run makes steps if all is well."""
+        """Return whether the run should be making steps now."""
         return self.load is not None and self.load.running
 
     def add_step(self, row: Row) -> None:
-        """Remember a step. Steps that a rollback undid are forgotten."""
+        """Remember a step, and forget steps that a rollback undid."""
         self.first = [each for each in self.first if each.step < row.step]
         while self.last and self.last[-1].step >= row.step:
             self.last.pop()
@@ -190,7 +191,7 @@ class History:
         return self.last[-1].values.get(name) if self.last else None
 
     def mean(self, name: str, steps: int) -> float | None:
-        """Return the mean of a metric over the last steps; None if they are fewer, or less than half of them have it."""
+        """Return the mean of a metric over the last `steps` steps; None if there are fewer, or less than half of them have it."""
         rows = list(self.last)[-steps:]
         found = [row.values[name] for row in rows if name in row.values]
         return fmean(found) if len(rows) == steps and 2 * len(found) >= steps else None
@@ -206,7 +207,7 @@ class History:
         return median(found) if len(found) >= _LEAST_EARLIER else None
 
     def has_learned(self) -> bool:
-        """Return whether the reward is about as good as it ever was, and better than at the start."""
+        """Return whether the reward is about as good as at its best, and better than at the start."""
         now, start = self.mean("reward/mean", _LONG), self.baseline("reward/mean")
         if now is None or start is None:
             return False
@@ -218,8 +219,8 @@ class Rule:
     """A rule.
 
     Attributes:
-        name: Its name, also that of the alert in Prometheus.
-        test: Says what is wrong, None if nothing is.
+        name: Its name, and the name of its alert in Prometheus.
+        test: Returns what is wrong, or None.
         why: Why it matters.
         remedy: What to do, with the settings or the page of docs/.
         steps: Steps in a row in which it must be wrong.
@@ -299,7 +300,7 @@ def _no_signal(run: History) -> Said | None:
     if wasted is None or not count:
         return None
     solved = run.mean("groups/all_solved", _LONG)
-    if solved is None:  # a run of an earlier release: nearly all is solved if the mean is near the best
+    if solved is None:  # a run of an earlier release: nearly all tasks are solved if the mean is near the best
         mean, best = run.mean("reward/mean", _LONG), run.mean("reward/max", _LONG)
         solved = wasted if mean is not None and best is not None and mean >= 0.9 * best else 0.0
     share = (wasted - min(solved, wasted)) / count
@@ -363,7 +364,7 @@ def _trainer_idle(run: History) -> Said | None:
     share = run.mean("load/trainer_idle", _IDLE)
     wasted, count = run.mean("groups/degenerate", _IDLE), run.mean("groups/count", _IDLE)
     if wasted is not None and count and wasted >= run.limits.no_signal_share * count:
-        return None  # batches without signal take it no time
+        return None  # batches without signal take the trainer no time
     if share is None or share <= run.limits.idle_share:
         return None
     return Said(f"the trainer waited for batches {share:.0%} of the last {_IDLE} steps")
@@ -409,7 +410,7 @@ def _slow_replica(run: History) -> Said | None:
 def _failing(run: History) -> Said | None:
     if run.load is None:
         return None
-    # With a single state, since the run began.
+    # If there is only one state, count from the beginning of the run.
     before = {each.name: each for each in run.loads[0].environments} if len(run.loads) > 1 else {}
     for each in run.load.environments:
         then = before.get(each.name, EnvironmentLoad(each.name, 0, 0, 0))
@@ -449,7 +450,7 @@ def _waits(run: History) -> Said | None:
 def _no_step(run: History) -> Said | None:
     if not run.steps_are_due:
         return None
-    # A run that was paused, or started again, has the time of a step from then on.
+    # After a pause or a restart, the time for a step counts from then on.
     since = run.now - max(run.began, run.last[-1].time if run.last else 0.0)
     usual = run.usual("time/step_s")
     limit = _START_S if usual is None else run.limits.times_usual * usual + _PAUSE_S

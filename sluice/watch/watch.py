@@ -1,4 +1,4 @@
-"""Apply the rules to a run as its steps and states come, and remember what was wrong from when to when."""
+"""Apply the rules to a run as its steps and states arrive, and remember what was wrong during which steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sluice.config import WatchConfig
 from sluice.watch.rules import RULES, History, Load, Machine, Row, Rule, Said, Source
 
 _PAST = 200
-"""Findings that have ended and are remembered: a rule may come and go all the time."""
+"""Most ended findings to remember. They are bounded because a rule may begin and end to apply again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class Finding:
     """Something that is or was wrong with a run.
 
     Attributes:
-        rule: The rule that says so.
-        what: What it said last.
-        broken: Whether it was ever so bad that the run is worth nothing.
+        rule: Name of the rule.
+        what: The rule's latest sentence.
+        broken: Whether it was at any time so bad that the run is worth nothing.
         since_step: The step after which it began; 0 before the first.
         since: When it began, in seconds since 1970.
-        until_step: The last step at which it was wrong, None while it is.
+        until_step: The last step at which it was wrong; None while it lasts.
     """
 
     rule: Rule
@@ -35,11 +35,11 @@ class Finding:
 
     @property
     def active(self) -> bool:
-        """Return whether it is wrong now."""
+        """Return whether it lasts."""
         return self.until_step is None
 
     def as_json(self) -> dict[str, object]:
-        """Return it for programs, and for ``report.json``."""
+        """Return the finding as JSON, for programs and for ``report.json``."""
         return {
             "rule": self.rule.name,
             "family": str(self.rule.family),
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(slots=True)
 class _Held:
-    """How long a rule has found something without a break."""
+    """For how long a rule has applied without a break."""
 
     since_step: int
     since: float
@@ -64,7 +64,7 @@ class _Held:
 
 
 class Watch:
-    """Watches one run. It has no clock: each input carries its time.
+    """Watches one run. It has no clock: the caller passes the time with each input.
 
     Args:
         limits: The limits of the rules.
@@ -79,33 +79,33 @@ class Watch:
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong now, then what was, each in the order in which it began."""
+        """The findings that last, then those that have ended; both in the order in which they began."""
         return [*sorted(self._active.values(), key=lambda each: each.since), *self._past]
 
     @property
     def active(self) -> list[Finding]:
-        """What is wrong now, in the order in which it began."""
+        """The findings that last, in the order in which they began."""
         return sorted(self._active.values(), key=lambda each: each.since)
 
     def step(self, row: Row) -> list[Finding]:
-        """Take a step; return what began to be wrong with it."""
+        """Process a step; return the findings that begin with it."""
         self.history.add_step(row)
         return [*self._apply(Source.STEP), *self._apply(Source.TIME)]
 
     def load(self, load: Load) -> list[Finding]:
-        """Take a state of the run; return what began to be wrong."""
+        """Process a state of the run; return the findings that begin with it."""
         self._begin(load.time)
         self.history.add_load(load)
         return [*self._apply(Source.LOAD), *self._apply(Source.TIME)]
 
     def machine(self, machine: Machine, now: float) -> list[Finding]:
-        """Take what is left of the machine; return what began to be wrong."""
+        """Process the free disk and memory of the machine; return the findings that begin with it."""
         self._begin(now)
         self.history.machine = machine
         return [*self._apply(Source.MACHINE), *self._apply(Source.TIME)]
 
     def end(self, now: float) -> None:
-        """Note that no process runs it any more. What only a live run can have ends with it."""
+        """Note that no process runs the run any more. End the findings that only a live run can have."""
         self._begin(now)
         self.history.load = self.history.machine = None
         for source in (Source.LOAD, Source.MACHINE, Source.TIME):
@@ -120,7 +120,7 @@ class Watch:
         return [finding for finding in judged if finding is not None]
 
     def _judge(self, rule: Rule, said: Said | None) -> Finding | None:
-        """Take what a rule says; return a finding that begins with it."""
+        """Process the result of a rule; return a finding if one begins with it."""
         step = self.history.last[-1].step if self.history.last else 0
         if said is None:
             self._held.pop(rule.name, None)
@@ -140,6 +140,6 @@ class Watch:
 
 
 def verdict(findings: Sequence[Finding]) -> int:
-    """Return 2 if something that is wrong now makes the run worth nothing, 1 if something is wrong, 0 if nothing is."""
+    """Return 2 if a finding that lasts makes the run worth nothing, 1 if any other finding lasts, otherwise 0."""
     active = [each for each in findings if each.active]
     return 2 if any(each.broken for each in active) else 1 if active else 0
