@@ -68,7 +68,7 @@ MAX_CONNECTIONS = 8192
 """Connections of a port at once, unless `server.max_connections` says otherwise."""
 
 MAX_METRICS_CONNECTIONS = 64
-"""Connections of a port of metrics at once, each of which has a thread."""
+"""Connections of a port of metrics at once. Each has a thread."""
 
 MAX_PROBE_CONNECTIONS = 256
 """Connections of a port of probes at once."""

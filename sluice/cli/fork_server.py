@@ -1,7 +1,8 @@
 """``python -m sluice.cli.fork_server SERVICE ARGUMENTS``: a process that has imported a service, and forks it for each start.
 
-`sluice rl` starts its services through it. A restart then imports nothing: for the trainer, 4 of 5 seconds are imports. It has no
-threads, no connections and no state, reads no settings, and never opens a device. `sluice.supervise.fork_server` is the other side.
+`sluice rl` starts its services through it. A restart then imports nothing: for the trainer, 4 of 5 seconds are imports. The fork server
+has no threads, no connections and no state, reads no settings, and never opens a device. `sluice.supervise.fork_server` is the
+supervisor's side.
 
 Standard input is a socket. Each byte on it comes with three descriptors: the pipe for the output of the new process, its start
 barrier, and a pipe for its exit code. The new process sends its process id, waits for one byte from the barrier, runs the service, and

@@ -18,7 +18,8 @@ def run(argv: list[str]) -> int:
     """Start the ranks, and wait until all have ended.
 
     Returns:
-        0 if all ended well, or after SIGTERM (130 if the others are still awaited); otherwise the exit code of the rank that failed first; 1 if a node is missing.
+        0 if all ended well, or after SIGTERM (130 if it came while other nodes were still awaited). 1 if a node is missing. Otherwise the
+        exit code of the rank that failed first.
 
     Raises:
         ConfigError: if the words are wrong, or the host of the rendezvous is unknown.

@@ -72,7 +72,8 @@ def run(argv: list[str]) -> int:
     """Run until the last step, or until Ctrl-C.
 
     Returns:
-        0 after the last step, or if a resumed run has nothing left to do, 1 if a service failed and was not restarted, 130 after Ctrl-C or SIGTERM.
+        0 after the last step, or if a resumed run has nothing left to do; 1 if a service failed and was not restarted; 130 after Ctrl-C or
+        SIGTERM.
 
     Raises:
         ConfigError: if a setting is wrong, a service is not installed, or the run exists and `--resume` is missing.

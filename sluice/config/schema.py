@@ -216,7 +216,7 @@ class Section(BaseModel):
         return 1
 
     def uses_devices(self) -> bool:
-        """Return whether the service computes on GPUs where there are some."""
+        """Return whether the service computes on GPUs if the machine has some."""
         return True
 
     def repeatable(self) -> Self:

@@ -143,7 +143,7 @@ def _address(place: Place, run: RunConfig) -> str:
 
 
 def child_environment(part: Part, given: Mapping[str, str], *, own_threads: bool = False) -> dict[str, str]:
-    """Return the environment variables of a child; those that the user has set stay as they are.
+    """Return the environment variables of a child. Variables that the user has set stay as they are.
 
     Args:
         part: What the child runs.

@@ -55,7 +55,7 @@ class Restart(enum.StrEnum):
 
 
 class Ready(enum.StrEnum):
-    """When an instance is ready for those that wait for it."""
+    """When an instance is ready for the parts that wait for it."""
 
     SERVES = "serves"
     """It answers its own calls. Its peers may be started later: the first version of the weights comes after the orchestrator has begun an

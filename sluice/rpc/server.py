@@ -234,7 +234,7 @@ class RpcServer:
         server: Where to listen and how much to take on.
         security: Principals and TLS.
         features: Optional abilities that are switched on.
-        run: Name of the run served, not its resource name; empty where there are several.
+        run: Name of the run served, not its resource name; empty if there are several.
         call_log: Where calls that change something are written; None writes them nowhere.
         clock: The time of a drain.
         keeps_clients: Whether calls depend on earlier calls that only this server knows, so that a client must not reach another server

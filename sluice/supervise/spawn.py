@@ -21,13 +21,13 @@ class Spawned:
 
     Args:
         argv: The program and its arguments.
-        stdin: As for `subprocess.Popen`, but no PIPE; the same for `stdout` and `stderr`. None: that of this process.
-        environment: All its variables; None: those of this process.
+        stdin: As for `subprocess.Popen`, but no PIPE; the same for `stdout` and `stderr`. None: the stream of this process.
+        environment: All its variables. None: the variables of this process.
         pass_fds: Descriptors that it inherits.
         output: Reader of the pipe whose writing end is `stdout`.
 
     Attributes:
-        stdout: `output`; at its end once no process has the other end open.
+        stdout: `output`. It ends once no process has the pipe's writing end open.
 
     Raises:
         OSError: if it cannot be started.
