@@ -42,17 +42,17 @@ TOKENS = 8
 """Tokens of a reply to an honest agent."""
 
 THINK_S = 0.5
-"""Seconds between a reply and the next request of an honest agent: 32 of them leave a small machine time."""
+"""Seconds between a reply and the next request of an honest agent: with 32 agents a small machine is not fully loaded."""
 
 TRIES = 3
-"""Times that a request is sent, as by OpenAI's client."""
+"""How often a request is sent at most, as by OpenAI's client."""
 
 AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
-"""Statuses after which it is sent again."""
+"""Statuses after which a request is sent again."""
 
 ANSWER_S = 120.0
 SAMPLED_S = 0.5
-"""Seconds between two looks at the memory."""
+"""Seconds between two measurements of memory."""
 
 CHAT = "/v1/chat/completions"
 
@@ -91,7 +91,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
         honest = await asyncio.gather(*(open_session(http) for _ in range(agents)))
         theirs = await asyncio.gather(*(open_session(http) for _ in range(SESSIONS)))
         agents_of = Agents(http, honest)
-        await agents_of.work(2.0)  # what is made once
+        await agents_of.work(2.0)  # warm up what is made only once
         before = await _observed(doors, agents_of, max(2.0, seconds / 4))
         log = directory / "adversary.log"
         keys = ",".join(each.headers["authorization"].removeprefix("Bearer ") for each in theirs)
@@ -130,12 +130,12 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
 
 @dataclass
 class Seen:
-    """What honest agents noticed in some time, and the memory that processes had.
+    """What honest agents observed in some time, and the memory of processes.
 
     Attributes:
-        seconds: Of each request that was answered, repetitions included.
-        lost: Requests that were not.
-        why: What became of the last try of each of them.
+        seconds: Seconds of each answered request, repetitions included.
+        lost: Requests that were not answered.
+        why: Outcome of the last try of each lost request.
         mib: The most memory of each process.
     """
 
@@ -151,7 +151,7 @@ class Seen:
         return {"p50_s": statistics.median(given), "p99_s": quantile(given, 0.99)}
 
     def figures(self) -> dict[str, Any]:
-        """Return what is printed."""
+        """Return the figures to print."""
         latency = {name: round(value, 4) for name, value in self.latency.items()}
         return {"requests": len(self.seconds), **latency, "lost": self.lost, "mib": self.mib}
 
@@ -160,8 +160,8 @@ class Agents:
     """Agents that ask, think, and ask again.
 
     Args:
-        http: The client of all of them.
-        sessions: One for each.
+        http: The client of all agents.
+        sessions: One session for each agent.
     """
 
     def __init__(self, http: httpx.AsyncClient, sessions: Sequence[Opened]) -> None:
@@ -169,7 +169,7 @@ class Agents:
         self._numbers = itertools.count()
 
     async def work(self, seconds: float) -> Seen:
-        """Let them work for a time; return what they noticed."""
+        """Let the agents work for a time; return what they observed."""
         seen, end = Seen(), time.monotonic() + seconds
         await asyncio.gather(*(self._one(each, index, end, seen) for index, each in enumerate(self._sessions)))
         return seen
@@ -201,7 +201,7 @@ class Agents:
 
 
 async def _observed(doors: Doors, agents: Agents, seconds: float) -> Seen:
-    """Let honest agents work for a time, and look at the memory of the processes meanwhile."""
+    """Let honest agents work for a time, and measure the memory of the processes meanwhile."""
     most: dict[str, float] = {}
 
     async def look() -> None:
@@ -241,14 +241,14 @@ def _counts(log: Path) -> dict[str, dict[str, int]]:
 
 
 class Adversary:
-    """Sends all of it at once, for a time.
+    """Sends all kinds of requests at once, for a time.
 
     Args:
-        url: Of the gateway's HTTP port.
-        keys: Of its sessions.
-        seconds: How long.
-        half_heads: Connections with half a head at a time.
-        only: What it sends.
+        url: URL of the gateway's HTTP port.
+        keys: Keys of its sessions.
+        seconds: How long to send.
+        half_heads: Number of simultaneous connections with half a head.
+        only: The kinds that it sends.
     """
 
     def __init__(self, url: str, keys: Sequence[str], seconds: float, half_heads: int, only: Sequence[str]) -> None:
@@ -319,7 +319,7 @@ class Adversary:
             return str(line.split()[1].decode())
 
     async def _stranger(self) -> str:
-        """Begin a request with a body of a megabyte and a key that nobody has made; return the status of the answer."""
+        """Begin a request with a body of a megabyte and an invalid key; return the status of the answer."""
         key = f"{SESSION_KEY}g1-0-{next(self._numbers)}.{'0' * 64}"
         async with self._connected() as (reader, writer):
             writer.write(self._head(CHAT, key, 1_000_000) + b" " * 60_000)
@@ -346,7 +346,7 @@ class Adversary:
 
 
 def main() -> None:
-    """Be the adversary: URL, keys, seconds, half heads, kinds. The last line says what was sent, and what came of it."""
+    """Be the adversary: URL, keys, seconds, half heads, kinds. The last line says what was sent, and with which results."""
     url, keys, seconds, half_heads, *only = sys.argv[1:]
     adversary = Adversary(url, keys.split(","), float(seconds), int(half_heads), only)
     asyncio.run(adversary.act())

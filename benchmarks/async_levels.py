@@ -28,7 +28,7 @@ from sluice.v1 import tokens_pb2
 
 LEVELS = (0, 1, 2, 4)
 FILL, DRAIN = 6, 5
-"""Steps of a session before and after the measured ones, in which the pipeline fills and runs dry."""
+"""Steps of a session before and after the measured ones, in which the pipeline fills and empties."""
 
 LONGEST = 480
 PROMPT_TOKENS = 8
@@ -100,7 +100,7 @@ async def _rounds(
     speed: dict[int, float] = {}
     for number in range(options.rounds):
         for samples, rate in (await _engine_speed(apart.rollout)).items():
-            speed[samples] = max(rate, speed.get(samples, 0.0))  # the machine at its least disturbed
+            speed[samples] = max(rate, speed.get(samples, 0.0))  # when the machine was disturbed least
         for kind, done in sessions.items():
             where, level = (together, 0) if kind == "both_cores" else (apart, int(kind))
             done.append((await where.session(level, per_session))[FILL : FILL + options.steps])
@@ -153,7 +153,7 @@ def _train_s(step: Metrics) -> float:
 def _bounds(
     options: argparse.Namespace, answer_tokens: Sequence[int], speed: EngineSpeed, synchronous: list[list[Metrics]]
 ) -> dict[str, Course]:
-    """Return the fastest course of a session by level, and with each side alone."""
+    """Return the bound on the course of a session for each level, and with each side alone."""
     # A token costs the trainer about the same in any batch; take the session that was disturbed least.
     per_token = min(statistics.median(1 / step["trainer/tokens_per_s"] for step in steps) for steps in synchronous)
     train_s = []
@@ -211,7 +211,7 @@ class Placement:
     """The cores of the replica and of the trainer (None: all), and the threads of each of the two."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     rollout: set[int] | None
     trainer: set[int] | None
     threads: int
@@ -219,7 +219,7 @@ class Placement:
 
 @dataclass
 class Fleet:
-    """Weight sync, trainer and replica, on which one orchestrator runs after the other.
+    """Weight sync, trainer and replica, used by one orchestrator after the other.
 
     Each session is a new orchestrator with its own staleness bound, which resumes the run where the last one ended. So all sessions
     use the same warm engine and trainer.
@@ -262,7 +262,7 @@ class Fleet:
 async def fleet(
     placement: Placement, directory: Path, model: Path, *, orchestrator: Mapping[str, Any], lr: float
 ) -> AsyncIterator[Fleet]:
-    """Start the services that the orchestrators to come, with these settings, will use."""
+    """Start the services for later orchestrators with these settings."""
     targets = {name: f"127.0.0.1:{free_port()}" for name in ("weightsync", "trainer", "rollout")}
     common = [f"--run={placement.name}", f"--output-dir={directory}", f"--model={model}", "--log-level=warning"]
     common += [f"--peers.{name}={target}" for name, target in targets.items()]

@@ -23,7 +23,7 @@ from starlette.routing import Route
 EXCHANGE, GENERATE = "/bare/exchange", "/bare/generate"
 
 RECORD_BYTES, PROMPT_BYTES, OPENING_BYTES = 600, 500, 200
-"""About what the messages of a request of forty words and 64 tokens have."""
+"""Approximate message sizes for a request of forty words and 64 tokens."""
 
 _NUMBER_BYTES = 8
 
@@ -32,14 +32,14 @@ class Below(grpc.GenericRpcHandler):
     """Answers each message of a stream with itself, and a call with two messages.
 
     Args:
-        latency_s: Seconds between those two.
+        latency_s: Seconds between these two messages.
     """
 
     def __init__(self, latency_s: float) -> None:
         self._latency_s = latency_s
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401
-        """Return what serves a method."""
+        """Return the handler of a method."""
         if handler_call_details.method == EXCHANGE:
             return grpc.stream_stream_rpc_method_handler(self._exchange)
         return grpc.unary_stream_rpc_method_handler(self._generate)

@@ -48,7 +48,7 @@ LAST_STEPS = 20
 """Steps at the end of a run whose mean reward is compared."""
 
 GOING_ON_STEPS = 3
-"""Steps after a fault that show that all of the run goes on: more than any token may lag behind, so that weights arrive, too."""
+"""Steps after a fault that show that the whole run continues: more than any token may lag behind, so that weights arrive, too."""
 
 NO_REPLICA = ", while no replica serves"
 
@@ -88,16 +88,16 @@ def run(argv: list[str]) -> Mapping[str, Any]:
 
 @dataclass
 class Report:
-    """What became of one run.
+    """The outcome of one run.
 
     Attributes:
         reward: Mean reward of the last steps.
         tokens: Tokens that the run received from replicas.
-        tokens_lost: Tokens beside these that were sampled and thrown away with a killed replica.
-        after_s: Seconds after each fault until the run had made `GOING_ON_STEPS` further steps. Where no replica served meanwhile
-            the fault says so: an engine had to start.
+        tokens_lost: Further tokens that were sampled and lost with a killed replica.
+        after_s: Seconds after each fault until the run had made `GOING_ON_STEPS` further steps. If no replica served
+            meanwhile, the name of the fault says so: an engine had to start.
         step_s: Seconds between two steps of this run, the median.
-        failures: What must not be.
+        failures: Problems that must not occur.
     """
 
     seed: int
@@ -141,7 +141,7 @@ async def _all_runs(options: argparse.Namespace, directory: Path) -> Mapping[str
 
 
 def unlike(calm: Sequence[float], disturbed: Mapping[int, float]) -> list[str]:
-    """Return how the rewards of disturbed runs, by seed, differ from those of undisturbed ones by more than chance explains."""
+    """Return the differences between rewards of disturbed runs, by seed, and of undisturbed runs that chance does not explain."""
     if len(calm) < 2 or not disturbed:
         return []
     mean, deviation = statistics.fmean(calm), statistics.stdev(calm)
@@ -151,7 +151,7 @@ def unlike(calm: Sequence[float], disturbed: Mapping[int, float]) -> list[str]:
     return [
         f"{what} {reward:.4f} is more than {most} standard deviations ({deviation:.4f}) from {mean:.4f}"
         for what, (reward, most) in compared.items()
-        if not abs(reward - mean) <= most * deviation  # NaN is unlike all
+        if not abs(reward - mean) <= most * deviation  # NaN counts as different
     ]
 
 
@@ -199,7 +199,7 @@ def _share(lost: int, received: int) -> float:
 
 
 def _may_mount() -> bool:
-    """Return whether a process may mount a disk that only it and its children see."""
+    """Return whether a process may mount a disk that is visible only to it and its children."""
     if shutil.which("unshare") is None:
         return False
     trial = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
@@ -225,7 +225,7 @@ async def _warm_model(example: Path, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every run trains.
+    """The task of every run.
 
     Attributes:
         disk: Whether the files of a run lie on a disk of its own.
@@ -254,7 +254,7 @@ class _Job:
 
     @contextlib.asynccontextmanager
     async def _started(self, name: str, seed: int) -> AsyncIterator[_Started]:
-        """Start `sluice rl`; kill it with all its processes if it is still there at the end."""
+        """Start `sluice rl`. Kill it with all its processes if it still runs at the end."""
         scratch = self.directory / "disk" if self.disk else self.directory
         scratch.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "sluice.cli.main", "rl", "@", str(self.example / "rl.toml"), "--plain"]
@@ -279,7 +279,7 @@ class _Job:
                 await _kill_tree(process)
 
     def _judge(self, directory: Path, report: Report) -> None:
-        """Read what the run left: its steps, its rewards, and its audit."""
+        """Read the files of the run: its steps, its rewards, and its audit."""
         try:
             rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
             summary = json.loads((directory / "report.json").read_text())
@@ -322,7 +322,7 @@ async def _kill_tree(process: asyncio.subprocess.Process) -> None:
 
 @dataclass
 class _Started:
-    """A run that is under way."""
+    """A running run."""
 
     process: asyncio.subprocess.Process
     directory: Path
@@ -330,7 +330,7 @@ class _Started:
     disk: bool
 
     async def disturb(self, drawn: Sequence[Fault], report: Report) -> None:
-        """Do one fault after the other, each some time after the run has gone on from the one before.
+        """Do one fault after the other, each some time after the run has recovered from the previous one.
 
         Raises:
             TimeoutError: if the run stands still.
@@ -356,7 +356,7 @@ class _Started:
             print(f"  step {before}: {kind}, {GOING_ON_STEPS} steps on after {seconds:.1f} s", flush=True)
 
     async def _do(self, supervisor: psutil.Process, fault: Fault) -> None:
-        """Do a fault, to its end."""
+        """Do a fault, and wait for its end."""
         match fault.kind:
             case "kill":
                 await faults.kill(supervisor, fault)
@@ -374,24 +374,24 @@ class _Started:
         return next(each for each in top.children() if "sluice.cli.main" in each.cmdline())
 
     def _seen_from_here(self) -> Path:
-        """Return the run's directory as a process sees it that does not have its disk."""
+        """Return the path of the run's directory for a process that has not mounted its disk."""
         if not self.disk:
             return self.directory
         return Path(f"/proc/{self.process.pid}/root{self.directory}")
 
     def _steps(self) -> int:
-        """Return the lines of metrics, which are steps as they were applied, also a second time."""
+        """Return the number of lines of metrics: one for each applied step, also if a step was applied again."""
         with contextlib.suppress(OSError):
             return (self._seen_from_here() / "metrics.jsonl").read_bytes().count(b"\n")
         return 0
 
     def _a_replica_serves(self) -> bool:
-        """Return whether the supervisor said of some replica last that it serves."""
+        """Return whether the supervisor last reported for some replica that it serves."""
         said = re.findall(r"^(rollout-\d+) (.*)$", self.log.read_text(errors="replace"), re.MULTILINE)
         return "serves" in dict(said).values()
 
     async def _until_steps(self, number: int, limit_s: float, when: str) -> bool:
-        """Wait until so many steps were applied; return whether no replica served at some time meanwhile.
+        """Wait until `number` steps were applied; return whether there was a time without a serving replica.
 
         Raises:
             TimeoutError: if that takes too long.

@@ -1,4 +1,4 @@
-"""What benchmarks share: directories, models, services and work in a process of its own, the memory of a process, ratios of neighbours."""
+"""Helpers of benchmarks: directories, models, services, work in a child process, the memory of a process, ratios of neighbours."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ BENCH_PACKAGES = Path(__file__).parents[1] / ".venv-bench"
 """Where `make install-bench` puts packages that only benchmarks compare with."""
 
 MODEL_2M = ModelShape(hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768)
-"""2.6 million parameters, the size that the figures in the documentation are for."""
+"""2.6 million parameters, the size used for the figures in the documentation."""
 
 
 def median_ratio(ones: Iterable[float], others: Iterable[float]) -> float:
-    """Return the median of one / other over the rounds: measurements that follow each other saw the same machine."""
+    """Return the median of one / other over the rounds. Measurements in the same round ran under the same conditions."""
     return round(statistics.median(one / other for one, other in zip(ones, others, strict=True)), 3)
 
 
 @contextlib.contextmanager
 def scratch(keep: Path | None) -> Iterator[Path]:
-    """Give a directory for what a benchmark writes: the new one that the user wants to keep, else one that is removed at the end."""
+    """Yield a directory for a benchmark's files: the new one that the user wants to keep, else one that is removed at the end."""
     if keep is not None:
         keep.mkdir(parents=True)
         yield keep.resolve()
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def in_child(work: Callable[_Words, _Result], *words: _Words.args, **options: _Words.kwargs) -> _Result:
-    """Run in a process of its own, so that this one keeps neither its threads nor its memory."""
+    """Run a function in a process of its own, so that this process keeps neither its threads nor its memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(work, *words, **options).result()
 

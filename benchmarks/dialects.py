@@ -38,8 +38,8 @@ class Case:
     Attributes:
         body: The body.
         kind: Form of the body.
-        parse: Returns what it asks for.
-        reply: Returns what writes the response.
+        parse: Parses the body.
+        reply: Returns the writer of the response.
     """
 
     body: Mapping[str, Any]

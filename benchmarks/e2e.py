@@ -77,7 +77,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Training:
-    """What every session trains.
+    """The task of every session.
 
     Attributes:
         example: Directory of the example.
@@ -91,7 +91,7 @@ class Training:
     steps: int
 
     def drawn(self, seed: int) -> Path:
-        """The file with the tasks that ours drew last with a seed."""
+        """The file with the tasks that our last session with a seed drew."""
         return self.directory / f"drawn-{seed}.json"
 
 
@@ -158,7 +158,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
 
 
 def _results(options: argparse.Namespace, sessions: Mapping[str, list[Session]]) -> Mapping[str, Any]:
-    """Compare medians over the rounds; the engine and bound that reach the first goal soonest stand for ours."""
+    """Compare medians over the rounds. For ours, take the engine and bound that reach the first goal soonest."""
     step_s = {side: statistics.median(each.step_s for each in done) for side, done in sessions.items()}
     reached = {side: {str(goal): _median_reached(done, goal) for goal in GOALS} for side, done in sessions.items()}
     ours = [side for side in sessions if side != "trl"]
@@ -256,8 +256,8 @@ async def _trl(task: Training, seed: int) -> Session:
         f"--threads={threads}",
     ]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), str(BENCH_PACKAGES)])
-    # OpenMP's own way of waiting, a short spin, is the fastest one for TRL alone on a machine: threads that sleep at once cost it half.
-    # Beside other programs it makes a step four times as long.
+    # OpenMP's default, to spin shortly while waiting, is fastest for TRL alone on a machine: with threads that sleep at once its speed is half.
+    # Beside other programs spinning makes a step four times as long.
     environment = {
         name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     }
@@ -283,7 +283,7 @@ def _tasks(task: Training, seed: int, environment: str, batch: int) -> list[dict
 
 
 def _rows(log: Path) -> list[dict[str, float]]:
-    """Return the objects of a log's lines of JSON; what libraries write in between is left out."""
+    """Return the objects of a log's lines of JSON. Skip lines that libraries write in between."""
     rows = []
     for line in log.read_text(errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):

@@ -28,7 +28,7 @@ class Reward:
     """Scores completions with the environment, as TRL calls a reward function.
 
     Attributes:
-        mean: Of the samples that were scored last.
+        mean: Mean reward of the samples that were scored last.
     """
 
     __name__ = "reward"
@@ -38,7 +38,7 @@ class Reward:
         self.mean = 0.0
 
     def __call__(self, completions: list[list[dict[str, str]]], place: list[int], **_: object) -> list[float]:
-        """Return the rewards of some completions, each of the task at its place."""
+        """Return the rewards of completions. `place` has the index of each completion's task."""
         score = self._environment.score
         rewards = [
             float(score(self._tasks[at], each[0]["content"])) for each, at in zip(completions, place, strict=True)
@@ -54,7 +54,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]  # transformers is not type-
         self._reward = reward
 
     def on_train_begin(self, _arguments: object, _state: object, *_: object, lr_scheduler: Any, **__: object) -> None:  # noqa: ANN401
-        """Begin the warm-up with its first part. Otherwise the first step would have a learning rate of 0, and ours has not."""
+        """Skip step 0 of the warm-up: its learning rate would be 0, while ours is not."""
         lr_scheduler.step()
 
     def on_step_begin(self, _arguments: object, state: Any, *_: object, **__: object) -> None:  # noqa: ANN401

@@ -28,7 +28,7 @@ COMPLETION = "all work and no play " * 24
 """About 128 tokens."""
 
 CALLERS = 64
-"""Groups or episodes that are under way at a time."""
+"""Groups or episodes in progress at a time."""
 
 STARTS = 5
 
@@ -61,7 +61,7 @@ async def _measure(processes: int, seconds: int) -> dict[str, float]:
             began = time.perf_counter()
             await environment.score(TASK, ["exit"])
             await environment.score(TASK, ["a"])
-            deaths.append((time.perf_counter() - began) * 1e3 / 2)  # it is tried twice
+            deaths.append((time.perf_counter() - began) * 1e3 / 2)  # the call is tried twice
     async with _pool("Letters", processes) as environment:
         groups, group_cpu = await _rate([lambda: environment.score(TASK, [COMPLETION] * GROUP)] * CALLERS, seconds)
     async with _pool("Count", processes) as environment, contextlib.AsyncExitStack() as stack:
@@ -84,7 +84,7 @@ def _pool(name: str, processes: int) -> EnvironmentProcesses:
 
 
 async def _rate(callers: Sequence[Callable[[], Awaitable[object]]], seconds: int) -> tuple[float, float]:
-    """Let callers make their call again and again, side by side.
+    """Let callers repeat their call in parallel.
 
     Returns:
         Calls a second, and milliseconds of this process's CPU for each.

@@ -42,7 +42,7 @@ MEMORY_MIB = 256
 RUN_S = 900.0
 
 PLAIN = "questions"
-"""The environment whose judge answers in time; `LATE` is that whose judge does not."""
+"""The environment whose judge answers in time. The judge of `LATE` does not."""
 LATE = "late_judge"
 
 SOUND = {"Sound", "AnswersTwice", PLAIN}
@@ -53,7 +53,7 @@ COUNTS = ("failed_calls", "processes_ended")
 
 
 def run(argv: list[str]) -> Mapping[str, Any]:
-    """Run, and print what became of each environment's groups; `failures` of the JSON line must be empty."""
+    """Run, and print the outcome of each environment's groups; `failures` of the JSON line must be empty."""
     parser = argparse.ArgumentParser(prog="sluice bench environment-faults", description=__doc__)
     parser.add_argument("--steps", type=int, default=60, help="steps of the run")
     parser.add_argument("--keep", type=Path, help="directory to keep everything in")
@@ -107,7 +107,7 @@ def write_settings(directory: Path, judge_url: str, steps: int) -> Path:
 
 @contextlib.contextmanager
 def judge() -> Iterator[str]:
-    """Serve a judge that says 1 or 0 at once, and of questions that begin with ``late`` nothing until its client has left."""
+    """Serve a judge that says 1 or 0 at once. For questions that begin with ``late`` it says nothing until its client has left."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

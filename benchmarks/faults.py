@@ -1,4 +1,4 @@
-"""Faults that are done to the processes of a run from outside, and the order in which a seed draws them."""
+"""Faults that disturb the processes of a run from outside, and their order for a seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 from sluice.cli import fork_server
 
 SERVICES = ("trainer", "orchestrator", "weightsync")
-"""Those that a run has once."""
+"""Services that a run has once."""
 
 STOP_S = 8.0
 """Seconds that a stopped replica stands still: longer than it takes to be evicted."""
@@ -38,8 +38,8 @@ class Fault:
 
     Attributes:
         kind: "kill", "stop", "cut" or "disk full".
-        victims: Children of the run by name; none for the disk.
-        wait_s: Seconds between the recovery from the fault before and this one.
+        victims: Children of the run by name; empty for the disk.
+        wait_s: Seconds between the recovery from the previous fault and this one.
         apart_s: Seconds between the first victim and the second.
     """
 
@@ -76,7 +76,7 @@ def draw_faults(seed: int, replicas: Sequence[str], *, kills: int, pairs: int, d
 def children_of(supervisor: psutil.Process) -> dict[str, psutil.Process]:
     """Return the services that a supervisor runs now, by the name that it gives them.
 
-    A fork server has the same arguments as the service below it, and is none.
+    A fork server has the same arguments as the service that it starts, but is not a service.
     """
     found = {}
     for child in supervisor.children():
@@ -92,7 +92,7 @@ def children_of(supervisor: psutil.Process) -> dict[str, psutil.Process]:
 
 
 async def kill(supervisor: psutil.Process, fault: Fault) -> None:
-    """Kill the victims as they are found; one that is not there now is not waited for."""
+    """Kill the victims. Do not wait for a victim that is not running now."""
     for number, victim in enumerate(fault.victims):
         if number:
             await asyncio.sleep(fault.apart_s)
@@ -103,7 +103,7 @@ async def kill(supervisor: psutil.Process, fault: Fault) -> None:
 
 
 async def stop(supervisor: psutil.Process, fault: Fault) -> None:
-    """Let the processes of the victim stand still for a while."""
+    """Stop the processes of the victim for a while."""
     process = children_of(supervisor).get(fault.victims[0])
     if process is None:
         return

@@ -1,4 +1,4 @@
-"""Environments that do what environments should not, for `benchmarks.environment_faults`: a letter is asked for, the reward is its share."""
+"""Misbehaving environments for `benchmarks.environment_faults`. A task asks for a letter; the reward is the letter's share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sluice.environments.base import Message, Task
 TASKS = 64
 
 FAULTY = 8
-"""One task in so many goes wrong."""
+"""One task in `FAULTY` goes wrong."""
 
 LEAKED_MIB = 17
-"""Taken each second: 1 GiB a minute."""
+"""MiB leaked per second: 1 GiB a minute."""
 
 
 class Sound:
@@ -40,20 +40,20 @@ class Sound:
         return [{"role": "user", "content": task.data["text"]}]
 
     def score(self, task: Task, completion: str) -> object:
-        """Return the share of the letter."""
+        """Return the share of the letter in the completion."""
         share = completion.count(task.data["text"][0]) / max(1, len(completion))
         return self.score_wrongly(share) if task.data["faulty"] else share
 
     def ask_wrongly(self) -> None:
-        """What goes wrong before an answer is asked for."""
+        """Fail before an answer is asked for."""
 
     def score_wrongly(self, share: float) -> object:
-        """What goes wrong with a score."""
+        """Fail while scoring."""
         return share
 
 
 class HangsBefore(Sound):
-    """Hangs where the messages are asked for."""
+    """Hangs when the messages are asked for."""
 
     def ask_wrongly(self) -> None:
         """Never return."""
@@ -61,7 +61,7 @@ class HangsBefore(Sound):
 
 
 class HangsAtScore(Sound):
-    """Hangs where an answer is scored."""
+    """Hangs when an answer is scored."""
 
     def score_wrongly(self, share: float) -> object:
         """Never return."""
@@ -100,7 +100,7 @@ class AnswersTwice(Sound):
 
 
 class AnswersGarbage(Sound):
-    """Gives what is no reward, and prints."""
+    """Returns something that is not a reward, and prints."""
 
     def __init__(self) -> None:
         self._count = 0

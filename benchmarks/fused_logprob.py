@@ -1,8 +1,8 @@
 """Forward and backward pass of an output layer: fused, against full logits, log_softmax and autograd.
 
 Both sides get the same states, weight and targets, and compute the gradients of states and weight. Every measurement runs in
-a process of its own. It takes the peak of resident memory above what the inputs need, and the time of the second pass. The
-sides take turns within each round; a ratio is the median over rounds.
+a process of its own. It measures the peak of resident memory above what the inputs need, and the time of the second pass. The sides
+take turns within each round; a ratio is the median over rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Agents of each dialect, as small as can be: what each one sends, how it reads a reply, and how it sends its history back.
 
-They build histories as the clients do that were measured: content that is null or missing, texts in parts, arguments that were
-parsed and written again, whole histories or `previous_response_id`.
+They build histories like the clients that were studied: content that is null or missing, texts in parts, arguments that were
+parsed and serialized again, whole histories or `previous_response_id`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sluice.v1 import episode_pb2, tokens_pb2
 
 NAME, ABOUT = "price", "Price of an item."
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
-"""The tool, as the model was warmed up with it."""
+"""The tool, with the schema from the model's warm-up."""
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": NAME, "description": ABOUT, "parameters": SCHEMA}}
 
 MARKERS = ("<tool_call>", "</tool_call>")
 END = "<|end|>"
-"""What the chat template of `sluice init-model` writes around calls, and after each turn."""
+"""Marks that the chat template of `sluice init-model` writes around calls, and after each turn."""
 
 MAX_TOKENS = 64
 
@@ -39,13 +39,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an agent was told.
+    """A reply that an agent got.
 
     Attributes:
         generation_id: The name of the generation.
         text: Content of the message.
         calls: Its calls.
-        ids: Token ids, where the dialect gives them.
+        ids: Token ids, if the dialect has them.
         prompt_ids: Token ids of the prompt, likewise.
     """
 
@@ -63,14 +63,14 @@ class Agent(Protocol):
     """Route; empty: gRPC."""
 
     appends: bool
-    """Whether each request only appends to what was sampled before, so that nothing may fork."""
+    """Whether each request only appends to earlier samples, so that the session must not fork."""
 
     def body(self) -> dict[str, Any]:
         """Return the body of the next request."""
         ...
 
     def read(self, reply: Mapping[str, Any]) -> Turn:
-        """Return what a reply says. It does not become part of the history."""
+        """Parse a reply. It does not become part of the history."""
         ...
 
     def keep(self, reply: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ def item_of(arguments: str) -> str:
 
 
 class Chat:
-    """Chat Completions. Half of the clients send what they got, others change its form but not its meaning."""
+    """Chat Completions. Half of the clients send back what they got, the others change its form but not its meaning."""
 
     path, appends = "/v1/chat/completions", True
 
@@ -166,7 +166,7 @@ class Rewriting(Chat):
     appends = False
 
     def keep(self, reply: Mapping[str, Any]) -> None:
-        """Add a reply, sometimes as another message than it was."""
+        """Add a reply, sometimes as a different message."""
         super().keep(reply)
         message = self.messages[-1]
         form = self._dice.randrange(4)
@@ -179,7 +179,7 @@ class Rewriting(Chat):
             self.messages[0] = {"role": "user", "content": self.messages[0]["content"] + " please"}
 
     def answer(self, results: Sequence[tuple[str, str]]) -> None:
-        """Add the results of calls; where the calls became text, as a message of the user."""
+        """Add the results of calls; if the calls became text, as a message of the user."""
         if self.messages[-1].get("tool_calls"):
             super().answer(results)
         else:
@@ -189,7 +189,7 @@ class Rewriting(Chat):
 class Completions:
     """Completions with a prompt as text, which the agent renders itself."""
 
-    path, appends = "/v1/completions", False  # what the text of a reply encodes to need not be its ids
+    path, appends = "/v1/completions", False  # the text of a reply may encode to other ids
 
     def __init__(self, prompt: str) -> None:
         self.prompt = prompt
@@ -225,7 +225,7 @@ class Completions:
 
 
 def parsed_calls(text: str) -> tuple[Call, ...]:
-    """Return the calls in a text, as an agent reads them that gets no parsed message."""
+    """Return the calls in a text, as read by an agent that gets no parsed message."""
     calls = []
     for number, part in enumerate(text.split(MARKERS[0])[1:]):
         content, closed, _ = part.partition(MARKERS[1])
@@ -244,7 +244,7 @@ def turn_of(role: str, text: str) -> str:
 
 
 class Tokenizer(Protocol):
-    """What an agent needs that talks in token ids."""
+    """The tokenizer methods that an agent needs to use token ids."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text."""
@@ -296,7 +296,7 @@ class Tokens:
 
 
 class Responses:
-    """Responses: some clients send the whole history each turn, others name the response before."""
+    """Responses: some clients send the whole history each turn, others name the previous response."""
 
     path, appends = "/v1/responses", True
 
@@ -424,7 +424,7 @@ class Grpc:
 
 
 def agents(tokenizer: Any) -> dict[str, Callable[[str, random.Random], Agent]]:  # noqa: ANN401 - of transformers
-    """Return what makes an agent of each kind from the question that it begins with.
+    """Return for each kind a function that makes an agent from its first question.
 
     Args:
         tokenizer: The model's tokenizer with its chat template, for agents that render prompts themselves.

@@ -1,7 +1,7 @@
-"""Plays episodes at several gateways, and lets connections break: requests that are cut off, replies that are lost, and retries of both.
+"""Play episodes at several gateways, and break connections: requests are cut off, replies are lost, and both are retried.
 
-A client of the field marks a retry (`x-stainless-retry-count`, or the same `request_id` over gRPC) and repeats it where a gateway answers. Some clients
-mark nothing. Each turn goes to any of the gateways.
+A usual client marks a retry (`x-stainless-retry-count`, or the same `request_id` over gRPC) and sends it to a gateway that answers.
+Some clients mark nothing. Each turn goes to any of the gateways.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EndedError(Exception):
 
 
 class RefusedError(Exception):
-    """A gateway refused a request that a retry cannot mend."""
+    """A gateway refused a request, and a retry would not help."""
 
 
 @dataclass
@@ -61,9 +61,9 @@ class Played:
 
     Attributes:
         kind: The kind of agent.
-        given: Every reply that was read to its end, in order; a reply that was given twice is there twice.
+        given: Every reply that was read to its end, in order. A reply that the agent got twice is listed twice.
         path: The generations that the agent continued, in order.
-        appends: Whether each of them only appends to the one before.
+        appends: Whether each generation only appends to the previous one.
         called: Whether a reply had a tool call.
         reward: What the agent submitted.
         gateways: Gateways that its turns were sent to.
@@ -97,15 +97,15 @@ class Fleet:
     """The gateways of a run, as agents reach them.
 
     Attributes:
-        urls: Of their HTTP ports.
-        stubs: Of their gRPC ports.
+        urls: URLs of their HTTP ports.
+        stubs: Stubs of their gRPC ports.
         http: Sends requests.
         run: Name of the run.
-        counts: What went wrong, and what was done about it.
-        failures: What must not be.
+        counts: How often each fault happened, and each reaction to it.
+        failures: Problems that must not occur.
         slowest_s: Longest time that an agent waited for a reply, with all retries.
         open: Clear while no request may begin.
-        busy: Requests under way, by episode.
+        busy: Requests in progress, by episode.
     """
 
     urls: Sequence[str]
@@ -119,7 +119,7 @@ class Fleet:
     busy: Counter[str] = field(default_factory=Counter)
 
     async def play(self, kind: str, make: Callable[[str, random.Random], Agent], dice: random.Random) -> Played | None:
-        """Open an episode, play it and submit it; None if it ended before its agent was done.
+        """Open an episode, play it and submit it. Return None if it ended before its agent was done.
 
         Raises:
             EndedError: if the run has ended.
@@ -173,7 +173,7 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def under_way(self, episode: str) -> AsyncIterator[None]:
-        """Count a request while the block runs; wait while none may begin."""
+        """Count a request while the block runs. Wait first while no request may begin."""
         await self.open.wait()
         self.busy[episode] += 1
         try:
@@ -258,7 +258,7 @@ def _check(status: int, content: bytes, path: str) -> None:
 
 
 def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the whole response that the events of a stream make.
+    """Return the whole response that the events of a stream add up to.
 
     Raises:
         _AgainError: if it ends with an error, or too early.
@@ -285,7 +285,7 @@ def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class _Episode:
-    """One episode under way."""
+    """One running episode."""
 
     fleet: Fleet
     opened: Opened
@@ -310,11 +310,11 @@ class _Episode:
                 self.agent.answer([(call.id, prices.get(call.item, "unknown")) for call in turn.calls])
             else:
                 self.agent.say(question(self.dice)[2])
-        # Any reward will do that differs from episode to episode, and that a policy which makes calls earns.
+        # Any reward will do that differs between episodes and favours a policy that makes calls.
         self.played.reward = sum(asked[item] for item in prices) / turns
 
     async def _ask(self) -> Mapping[str, Any]:
-        """Send the next request, with something that goes wrong, and return the reply that the agent goes on with."""
+        """Send the next request, with one of the faults, and return the reply that the agent continues with."""
         body, fault = self.agent.body(), self.dice.choices([*FAULTS], [*FAULTS.values()])[0]
         if self.agent.path == "":
             body["request_id"] = uuid.uuid4().hex

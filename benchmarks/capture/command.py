@@ -50,10 +50,10 @@ GATEWAYS = ("gateway-0", "gateway-1")
 REPLICAS = 2
 
 WITHIN_NATS = 1e-4
-"""Most that a log-probability of the trainer's forward may differ from the one that was trained with."""
+"""Largest difference between a log-probability of the trainer's forward and the one used in training."""
 
 MOST_TIES = 1e-4
-"""Most share of the tokens at which float32 itself is further off: see `benchmarks.capture.recompute`."""
+"""Largest share of tokens at which float32 itself is further off: see `benchmarks.capture.recompute`."""
 
 LEAST_CALLED = 0.9
 """Least share of the episodes of each kind with a parsed call."""
@@ -74,12 +74,12 @@ class Kill:
     between: bool
 
     def __str__(self) -> str:
-        """Return what is counted together."""
+        """Return the key under which kills are counted."""
         return f"{self.child.partition('-')[0]} {'between' if self.between else 'inside'} turns"
 
 
 def draw_kills(rounds: int, dice: random.Random) -> list[Kill]:
-    """Return the kills of a run in order: each victim between turns and inside of turns, so many times."""
+    """Return the kills of a run in order: each victim `rounds` times between turns and `rounds` times inside of turns."""
     victims = [*GATEWAYS, *(f"rollout-{number}" for number in range(REPLICAS)), "orchestrator"]
     kills = [Kill(victim, between) for victim in victims for between in (False, True)] * rounds
     dice.shuffle(kills)
@@ -119,13 +119,13 @@ async def _runs(options: argparse.Namespace, directory: Path) -> Mapping[str, An
 
 
 class _Shown:
-    """Prints when children die, and remembers which ones serve."""
+    """Prints when children die, and keeps track of which ones serve."""
 
     def __init__(self) -> None:
         self.serving: set[str] = set()
 
     def on_line(self, child: str, line: LogLine) -> None:
-        """Do nothing: logs have it."""
+        """Do nothing: the line is in the logs."""
 
     def on_state(self, child: str, state: ChildState, detail: str) -> None:
         """Note a change."""
@@ -157,7 +157,7 @@ class Job:
         return self.directory / self.name
 
     async def run(self) -> dict[str, Any]:
-        """Play the episodes and judge what is left; return the figures, with `failures`."""
+        """Play the episodes and judge the files of the run; return the figures, with `failures`."""
         began = time.monotonic()
         shown, fleet, played = _Shown(), None, list[Played]()
         failures: list[str] = []
@@ -188,7 +188,7 @@ class Job:
             "orchestrator.max-steps": 1_000_000,
             "orchestrator.batch-size": BATCH_GROUPS,
             "orchestrator.group-size": GROUP_SIZE,
-            "orchestrator.checkpoint.every-steps": 0,  # a checkpoint would let go of the payloads that are compared
+            "orchestrator.checkpoint.every-steps": 0,  # a checkpoint would release the payloads that are compared
             "orchestrator.checkpoint.final": "false",
             "orchestrator.environment": f"{Path(environment.__file__)}:{environment.Shop.__name__}",
             "orchestrator.workflow": "external",
@@ -232,7 +232,7 @@ class Job:
             keep_segments(self.run_dir)
 
     async def _keep_segments(self) -> None:
-        """Keep every segment of the journal until it is judged. A process writes to one for longer than this looks away."""
+        """Keep every segment of the journal until it is judged. Each is written to for longer than the time between two checks."""
         while True:
             keep_segments(self.run_dir)
             await asyncio.sleep(_LOOK_S)
@@ -274,7 +274,7 @@ class Job:
     async def _play(
         self, fleet: Fleet, plan: Plan, shown: _Shown, ended: asyncio.Task[Outcome], played: list[Played]
     ) -> None:
-        """Play until each kind has its episodes, while children are killed at even distances of progress."""
+        """Play until each kind has its episodes. Meanwhile kill children at regular intervals of progress."""
         from transformers import AutoTokenizer  # noqa: PLC0415 - seconds
 
         make = agents(AutoTokenizer.from_pretrained(self.model))
@@ -316,7 +316,7 @@ class Job:
             await asyncio.gather(*workers, return_exceptions=True)
 
     async def _kill(self, kill: Kill, fleet: Fleet, plan: Plan, dice: random.Random) -> None:
-        """Kill a child: once no request is under way, or at a moment at which some are."""
+        """Kill a child, either when no request is in progress or when some are."""
         async with asyncio.timeout(QUIET_S):
             if kill.between:
                 fleet.open.clear()
@@ -395,7 +395,7 @@ class Job:
 
 
 def _witnessed(spec: ChildSpec, directory: Path) -> ChildSpec:
-    """Return the spec of a replica whose sampler writes down what it draws."""
+    """Return the spec of a replica whose sampler records its draws."""
     arguments = spec.argv[spec.argv.index("rollout") :]
     program = (sys.executable, "-m", witness.__name__)
     return replace(
@@ -406,7 +406,7 @@ def _witnessed(spec: ChildSpec, directory: Path) -> ChildSpec:
 
 
 def _process(port: int) -> psutil.Process | None:
-    """Return the child that was told to listen at a port; not the fork server that it comes from, which has the same words."""
+    """Return the child that listens at a port, not the fork server that started it, which has the same command line."""
     named = {}
     for each in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

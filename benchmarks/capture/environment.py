@@ -12,7 +12,7 @@ TASKS = 4096
 
 
 def question(dice: random.Random) -> tuple[str, str, str]:
-    """Return two items, and what is asked about them."""
+    """Return two items, and a question about them."""
     one, other = dice.sample(ITEMS, 2)
     return one, other, f"cheaper: {one} or {other}?"
 
@@ -36,5 +36,5 @@ class Shop:
         ]
 
     def messages(self, task: Task) -> list[Message]:
-        """Return what the agent begins with."""
+        """Return the agent's first messages."""
         return [{"role": "user", "content": task.data["question"]}]

@@ -1,4 +1,4 @@
-"""Compares what four parties know of the same tokens: the samplers, the journal, the agents, and the trainer's batches. Pure."""
+"""Compare four records of the same tokens: the samplers', the journal's, the agents', and the trainer's batches. Pure."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from benchmarks.capture.witness import Witness
 from orchestrator_svc.journal.external import parse_session_name
 
 MOST_SHOWN = 5
-"""Failures of one kind that are shown."""
+"""Most failures of one kind that are shown."""
 
 
 @dataclass
 class Findings:
-    """What was compared, and what differs.
+    """The results of the comparison.
 
     Attributes:
         figures: Numbers for people.
-        failures: What must not be.
+        failures: Differences that must not exist.
     """
 
     figures: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def fail(self, problems: Sequence[str]) -> None:
-        """Add problems of one kind, the first ones by word."""
+        """Add problems of one kind: the first ones in full, the rest as a count."""
         self.failures += problems[:MOST_SHOWN]
         if len(problems) > MOST_SHOWN:
             self.failures.append(f"... and {len(problems) - MOST_SHOWN} more like the last one")
 
 
 def captured_are_sampled(run: Run, witness: Witness, findings: Findings) -> None:
-    """Each captured token, with its log-probability, was drawn by a sampler after exactly the tokens before it."""
+    """Check that a sampler drew each captured token with this log-probability after exactly the tokens before it."""
     problems, compared, two_replicas, within_one = [], 0, 0, 0
     for session, generations in run.sessions.items():
         by_generation = []
@@ -70,7 +70,7 @@ def within_two(replicas: Iterable[set[str]]) -> bool:
 
 
 def given_are_captured(run: Run, played: Sequence[Played], findings: Findings) -> None:
-    """Each reply that an agent read is in the journal, word for word and token for token."""
+    """Check that each reply that an agent read is in the journal, word for word and token for token."""
     problems, compared = [], 0
     for episode in played:
         known = {each.name: each for each in run.sessions.get(episode.id, ())}
@@ -95,7 +95,7 @@ def given_are_captured(run: Run, played: Sequence[Played], findings: Findings) -
 
 
 def histories_continue(run: Run, played: Sequence[Played], findings: Findings) -> None:
-    """An agent that only appends never forks: each of its turns continues exactly the tokens of the turn before."""
+    """Check that an agent that only appends never forks: each turn continues exactly the tokens of the previous one."""
     problems: list[str] = []
     forks: Counter[str] = Counter()
     for episode in played:
@@ -120,7 +120,7 @@ def histories_continue(run: Run, played: Sequence[Played], findings: Findings) -
 
 
 def _same(one: Generation | None, other: Generation | None) -> bool:
-    """Return whether what a client sends back cannot tell two samples apart: they say the same, or have the same tokens."""
+    """Return whether a client's history cannot distinguish two samples, because their messages or their tokens are equal."""
     if one is None or other is None:
         return False
     calls = one.message.tool_calls or other.message.tool_calls
@@ -133,7 +133,7 @@ def _whole(generation: Generation) -> np.ndarray:
 
 
 def trained_once(run: Run, findings: Findings) -> None:
-    """Each sampled token of a submitted session is trained in one branch, or there is a reason why in none."""
+    """Check that each sampled token of a submitted session is trained in one branch, or that a reason is recorded why it is not."""
     problems: list[str] = []
     tokens: Counter[str] = Counter()
     by_episode: dict[str, list[Trajectory]] = {}
@@ -154,7 +154,7 @@ def trained_once(run: Run, findings: Findings) -> None:
             )
             continue
         held = _held(branches)
-        # Of two samples with the same tokens, the one that may not be trained is not in the way of the other.
+        # If two samples have the same tokens and one may not be trained, the other still may.
         for each in sorted(generations, key=lambda each: bool(each.not_trained)):
             places = held.get((ids_key(each.prompt), ids_key(each.ids)), [])
             why = places.pop() if places else ""
@@ -174,7 +174,7 @@ def trained_once(run: Run, findings: Findings) -> None:
 
 
 def _held(branches: Iterable[Trajectory]) -> dict[tuple[bytes, bytes], list[str]]:
-    """Return what became of each trained stretch, by the tokens before it and its own."""
+    """Return the outcomes of each trained stretch, by the tokens before it and its own tokens."""
     held: dict[tuple[bytes, bytes], list[str]] = {}
     for branch in branches:
         for begin, length in branch.stretches:

@@ -1,7 +1,7 @@
 """Log-probabilities of the trained tokens of a run, computed again by the trainer's own forward in float32.
 
-Where a model hangs on a tie, float32 itself is further from the exact value than the limit, whoever computes. Such trajectories are computed a
-third time, by the same forward in float64: there the log-probability that was captured must be right.
+If a model is close to a tie, any float32 computation is further from the exact value than the limit. Such trajectories are computed a
+third time, by the same forward in float64: the captured log-probability must agree with that.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from weightsync.format.manifest import version_directory
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What was computed again.
+    """The results of the recomputation.
 
     Attributes:
         tokens: Number of tokens.
         versions: Number of versions that sampled them.
-        spanning: Trajectories of several versions.
+        spanning: Trajectories that several versions sampled.
         largest: Largest difference of a log-probability, in nats.
         mean: Mean difference.
         beyond: Tokens whose difference exceeds the limit.
-        beyond_exactly: The largest difference of their trajectories from the forward in float64.
+        beyond_exactly: For the trajectories of these tokens, the largest difference from the forward in float64.
         where: These trajectories, with the largest difference of each.
         missing: Versions whose weights are gone.
     """
@@ -53,8 +53,8 @@ def recompute(directory: Path, model: Path, *, updates: bool, threads: int, with
     """Compute the log-probabilities of all trained tokens, each under the weights of the version that sampled it.
 
     Args:
-        directory: The run's.
-        model: What it began with.
+        directory: Directory of the run.
+        model: Model that the run began with.
         updates: Whether versions differ; otherwise all have the weights of the model.
         threads: CPU threads.
         within: The limit, in nats.
@@ -78,7 +78,7 @@ def recompute(directory: Path, model: Path, *, updates: bool, threads: int, with
         here = _differences(engine, list(named.values()), of_version)
         own += here
         worst = {each: float(values.max(initial=0.0)) for each, values in zip(named, here, strict=True)}
-        if beyond := [each for each, value in worst.items() if not value <= within]:  # NaN is beyond all
+        if beyond := [each for each, value in worst.items() if not value <= within]:  # NaN counts as beyond
             far += [(each, worst[each]) for each in beyond]
             engine.network.model.double()
             exact += _differences(engine, [named[each] for each in beyond], of_version)
@@ -97,7 +97,7 @@ def recompute(directory: Path, model: Path, *, updates: bool, threads: int, with
 
 
 def _differences(engine: TrainEngine, trajectories: list[Trajectory], version: Version | None) -> list[np.ndarray]:
-    """Return how far the log-probabilities are from what was recorded, for the tokens of a version, or None for all trained ones."""
+    """Return the differences from the recorded log-probabilities, for the tokens of a version. None: for all trained tokens."""
     differences = []
     for each, ours in zip(trajectories, engine.forward([_row(each) for each in trajectories]), strict=True):
         mine = ours[torch.from_numpy(_mask(each))].numpy().astype(np.float64)

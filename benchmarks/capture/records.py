@@ -28,11 +28,11 @@ TRAINED, IN_FLIGHT = "trained", "in flight"
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One sample as the journal has it.
+    """One sample according to the journal.
 
     Attributes:
         parent: The generation that its prompt continues; empty if it continues none.
-        message: As its agent got it.
+        message: The message as its agent got it.
         not_trained: Why it may not be trained; empty if it may.
         versions: How many versions sampled it.
     """
@@ -55,7 +55,7 @@ class Trajectory:
     Attributes:
         episode: Such as `g1-0`.
         ids: Token ids of the whole branch.
-        stretches: Begin and length of each stretch of trained tokens.
+        stretches: Start and length of each stretch of trained tokens.
         versions: First token of each span, counted in trained tokens, and the version that sampled it.
         outcome: `TRAINED`, `IN_FLIGHT`, or why it was dropped.
         times: How often it was trained.
@@ -80,7 +80,7 @@ class Run:
     Attributes:
         sessions: The generations of each session, in order.
         submitted: Sessions that were submitted.
-        trajectories: All that were accepted, by name.
+        trajectories: All accepted trajectories, by name.
         dropped_groups: Groups that were given up, with the reason.
         given_up: Why sessions ended without a submission.
     """
@@ -93,12 +93,12 @@ class Run:
 
 
 def kept_segments(directory: Path) -> Path:
-    """Return where links to a run's segments are kept: the journal deletes one when nothing of it is needed to continue."""
+    """Return the directory of links to a run's segments. The journal deletes a segment when it is not needed to continue."""
     return directory.with_name(f"{directory.name}-segments")
 
 
 def keep_segments(directory: Path) -> None:
-    """Link the segments that a run has now. What is appended to them later is in the link as well."""
+    """Hard-link the segments that a run has now. What is appended to them later is visible through the links."""
     kept = kept_segments(directory)
     kept.mkdir(exist_ok=True)
     for path in (directory / "journal").glob("segment-*.bin"):

@@ -1,7 +1,7 @@
-"""A replica whose sampler writes down each token that it draws, and the reader of what it wrote.
+"""A replica whose sampler records each token that it draws, and the reader of these records.
 
-It is the real replica with the transformers engine. Nothing of it is changed but the function that draws tokens, which also
-appends them to a file: below requests, streams, the gateway and the journal, whose records are compared with it.
+It is the real replica with the transformers engine. Only the function that draws tokens is changed: it also appends them to a file.
+That is below requests, streams, the gateway and the journal, whose records are compared with the file.
 
     python -m benchmarks.capture.witness run DIRECTORY ARGUMENTS     `sluice ARGUMENTS` with such a sampler
     python -m benchmarks.capture.witness fork DIRECTORY ARGUMENTS    the same as `sluice.cli.fork_server`
@@ -43,7 +43,7 @@ class Writer:
         self._numbers: dict[int, tuple[RowSampling, int]] = {}  # holds the rows, so that no id is used twice
 
     def drawn(self, rows: Sequence[RowSampling], drawn: Drawn) -> None:
-        """Write what was drawn, before anybody else sees it."""
+        """Write drawn tokens before anything else sees them."""
         parts: list[bytes] = []
         tokens = np.zeros(len(rows), _TOKEN)
         for index, row in enumerate(rows):
@@ -54,7 +54,7 @@ class Writer:
                 parts += [_HEADER.pack(_ROW, len(ids)), ids.tobytes()]
             tokens[index] = known[1], drawn.token_ids[index], drawn.logprobs[index]
         parts += [_HEADER.pack(_DRAW, len(rows)), tokens.tobytes()]
-        if self._file is None:  # in the process that samples: the one that it was forked from has none
+        if self._file is None:  # opened in the process that samples, not in the one that it was forked from
             self._file = (self._directory / f"{self._replica}.{os.getpid()}").open("ab", buffering=0)
         self._file.write(b"".join(parts))
 
@@ -64,9 +64,9 @@ class Row:
     """What one sample drew.
 
     Attributes:
-        replica: Which replica drew it.
-        prompt: Token ids that it began with.
-        tokens: Those that it drew.
+        replica: Replica that drew it.
+        prompt: Token ids of the prompt.
+        tokens: Token ids that were drawn.
         logprobs: Their log-probabilities, float32.
     """
 
@@ -77,7 +77,7 @@ class Row:
 
 
 def read(directory: Path) -> list[Row]:
-    """Return all rows of all processes. A kill may have cut off the end of a file; no token of it was given to anybody."""
+    """Return all rows of all processes. A kill may have cut off the end of a file. No token of that end reached a client."""
     rows: list[Row] = []
     for path in sorted(directory.iterdir()):
         own: list[Row] = []
@@ -106,7 +106,7 @@ def _frames(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 class Witness:
-    """Finds each drawn token by all tokens before it."""
+    """Looks up each drawn token by all tokens before it."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._known: dict[tuple[bytes, int, float], set[str]] = {}
@@ -131,7 +131,7 @@ def keyed(prompt: Ids, tokens: Sequence[int], logprobs: Sequence[float]) -> Iter
 
 
 def install(directory: Path, replica: str) -> None:
-    """Let the sampler of this process, and of those forked from it, write down what it draws."""
+    """Make the sampler of this process, and of its forked children, record its draws."""
     from rollout_svc.engines.slots import batch  # noqa: PLC0415 - brings torch
     from rollout_svc.engines.slots.sampling import draw  # noqa: PLC0415
 

@@ -1,1 +1,1 @@
-"""What `sluice bench scale` is made of: measured costs, the simulated fleet, and the real run that it is compared with."""
+"""Parts of `sluice bench scale`: measured costs, the simulated fleet, and the real run that it is compared with."""

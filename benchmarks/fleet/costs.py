@@ -1,4 +1,4 @@
-"""What single messages cost: the inputs of `sluice bench scale`, as `sluice bench orchestrator` and `sluice bench weightsync` measure them."""
+"""Costs of single messages: the inputs of `sluice bench scale`, measured by `sluice bench orchestrator` and `sluice bench weightsync`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Line(NamedTuple):
 
 
 def line_through(points: Iterable[tuple[float, float]]) -> Line:
-    """Return the line with the least squares of relative errors; neither of its parts is negative, since no work costs less than nothing.
+    """Fit a line by least squares of relative errors. Neither of its parts is negative, since costs cannot be.
 
-    Relative errors, so that a small size counts as much as a large one.
+    With relative errors a small size counts as much as a large one.
     """
     known = [(x, y) for x, y in points if y > 0]
     if not known:
@@ -51,18 +51,18 @@ class OrchestratorCosts:
     """CPU seconds of the orchestrator's process, and bytes of messages without what gRPC and TCP add.
 
     Attributes:
-        trajectory_s: For a finished trajectory: journal, score, batch, report of the step.
-        message_s: For a message of a stream of a group.
-        idle: Each second, without replicas and work.
-        poll_s: For a status request to a replica.
-        pick_s: For one look for a replica, by known replicas.
-        picks: Looks per group.
-        request_bytes: Of the request of a group.
-        message_bytes: Of a message of a stream, beside its tokens.
-        token_bytes: Of one token in a stream.
-        poll_bytes: Of a status request and its answer.
-        trajectory_bytes: Of a trajectory on its way to the trainer, and of its result, beside its tokens.
-        trained_token_bytes: Of one token on its way to the trainer.
+        trajectory_s: CPU seconds for a finished trajectory: journal, score, batch, report of the step.
+        message_s: CPU seconds for a message of a group's stream.
+        idle: CPU seconds per second without replicas and work.
+        poll_s: CPU seconds for a status request to a replica.
+        pick_s: CPU seconds for one search for a replica, by known replicas.
+        picks: Searches per group.
+        request_bytes: Bytes of the request of a group.
+        message_bytes: Bytes of a message of a stream, without its tokens.
+        token_bytes: Bytes of one token in a stream.
+        poll_bytes: Bytes of a status request and its answer.
+        trajectory_bytes: Bytes of a trajectory sent to the trainer, and of its result, without its tokens.
+        trained_token_bytes: Bytes of one token sent to the trainer.
     """
 
     trajectory_s: float
@@ -81,24 +81,24 @@ class OrchestratorCosts:
 
 @dataclass(frozen=True, slots=True)
 class WeightCosts:
-    """What the weight path takes.
+    """Costs of the weight path.
 
     Attributes:
         encode_s: Seconds in which a trainer compares its weights with the version before, by MiB of weights.
         push_s: Seconds from the first byte of a push to the answer of its commit, by MiB sent.
         pull_s: Seconds from the announcement to the last byte at a receiver, by MiB sent.
         stage_s: Seconds from the last byte to a version that serves, by MiB of weights.
-        share_s: Seconds that it takes longer until all replicas of a machine serve one staged copy than until a single replica does:
-            one of them makes it, the others look for it all the time.
-        hop_s: Seconds that a relay puts between, by MiB sent.
+        share_s: Additional seconds until all replicas of a machine serve one staged copy, compared with a single replica. One replica
+            makes the copy, the others poll for it.
+        hop_s: Additional seconds of a relay, by MiB sent.
         take_in_cpu_s: CPU seconds of a service that takes a version in, by MiB.
         give_out_cpu_s: CPU seconds of a service for one receiver of a version, by MiB; announcement and report included.
         report_s: CPU seconds for a report.
         list_s: CPU seconds for an answer to `ListSources`, by relays in it.
         watch_s: CPU seconds for a message to a watcher.
-        manifest_bytes: Of the announcement of a version, by tensors.
-        report_bytes: Of a report and its answer.
-        list_bytes: Of the answer to `ListSources`, by relays in it.
+        manifest_bytes: Bytes of the announcement of a version, by tensors.
+        report_bytes: Bytes of a report and its answer.
+        list_bytes: Bytes of the answer to `ListSources`, by relays in it.
         reports: Reports of a replica for one version.
         delta_over_dense: Bytes of a delta over those of the weights, as measured with one weight of a hundred changed.
     """
@@ -130,7 +130,7 @@ class Costs:
 
 
 def from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one of the two kinds of costs
-    """Return costs as a benchmark's JSON has them.
+    """Return costs from a benchmark's JSON.
 
     Raises:
         ValueError: if one is missing.
@@ -143,7 +143,7 @@ def from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:  # noqa: ANN4
 
 
 def read_costs(file: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the `costs` of each benchmark of which a file has the last line, by the benchmark's name.
+    """Return the `costs` of each benchmark whose last line is in the file, by name of the benchmark.
 
     Raises:
         ValueError: if the file has no such line.

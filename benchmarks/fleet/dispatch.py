@@ -29,11 +29,11 @@ class Orchestrator:
         self.uplink = Uplink(self._clock, world.network.bytes_per_s)
         replicas = world.fleet.replicas
         self.known = [0] * replicas
-        """Version of each replica as the last poll showed it."""
+        """Version of each replica according to the last poll."""
         self._load = [0] * replicas
         self._least = [(0, each) for each in range(replicas)]
         self._behind: list[int] = []
-        """Replicas that were passed over because of their version."""
+        """Replicas that were skipped because of their version."""
         self._wanted = 0
         self.awaited: int | None = None
         self.polls = 0
@@ -68,7 +68,7 @@ class Orchestrator:
         self._start_what_may()
 
     def staleness(self, batches: Sequence[int]) -> float:
-        """Return the versions that a token of these batches lags behind, on average."""
+        """Return by how many versions a token of these batches lags behind, on average."""
         known = [self._stale[each] for each in batches if each in self._stale]
         return abs(round(sum(known) / len(known), 9)) if known else 0.0  # sums of shares are 1e-16 off
 
@@ -80,7 +80,7 @@ class Orchestrator:
     def _poll(self, replica: int, serial: int) -> None:
         """Take a replica's answer to a status request, and plan the next one."""
         if serial != self._poll_serial[replica]:
-            return  # it answered before, since it served the version that was awaited
+            return  # it answered earlier, because it served the awaited version
         self.polls += 1
         done = self.process.do(self._clock.now, self._costs.poll_s)
         version = self.weights.version_of(replica)
@@ -92,7 +92,7 @@ class Orchestrator:
         self._clock.polls.append((done + self._poll_s, replica, serial + 1))
 
     def _serves_now(self, replica: int) -> None:
-        """A replica serves another version; it answers the request that waits for that."""
+        """Note that a replica serves another version, and let it answer the request that waits for it."""
         if self.awaited is not None and self.known[replica] < self.awaited:
             self._poll_serial[replica] += 1
             arrives = self._clock.now + self._world.network.latency_s
@@ -126,7 +126,7 @@ class Orchestrator:
                 self._clock.polls.append((answers, replica, self._poll_serial[replica]))
 
     def _pick(self, wanted: int) -> int | None:
-        """Return the least loaded replica that serves a version or a newer one, as `place` chooses; None if there is none."""
+        """Return the least loaded replica with this version or a newer one, as `place` would choose; None if there is none."""
         if wanted < self._wanted:
             for each in self._behind:
                 heapq.heappush(self._least, (self._load[each], each))

@@ -1,4 +1,4 @@
-"""What the weight path costs by sizes: seconds from a trainer to a receiver, CPU seconds of services, and bytes of messages."""
+"""Costs of the weight path by size: seconds from a trainer to a receiver, CPU seconds of services, and bytes of messages."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import torch
 
 DELTAS = 10
-"""Versions of each size, after a dense one."""
+"""Number of deltas of each size, after a dense version."""
 
 ROWS = 1024
-"""Of a tensor, so that small versions are small."""
+"""Rows of a tensor, so that small versions are small."""
 
 CALLS = 300
 MACHINES = (1, 4)
@@ -45,7 +45,7 @@ TENSORS = 256
 WATCHERS = 64
 _CALL_S = 60.0
 _LEAST_CPU_S = 5e-4
-"""Differences of CPU seconds below it say nothing: the kernel counts in hundredths, and these are medians of some versions."""
+"""Smaller differences of CPU seconds say nothing: the kernel counts in hundredths, and these are medians of some versions."""
 _BEAT_S = 0.1
 _BEATS_S = 3.0
 _SETTLE_S = 0.5
@@ -55,17 +55,17 @@ SHARING = 8
 """Receivers that take one staged copy: the replicas of a machine of the fleets."""
 
 _IDLE = Load(latency_s=1.0, spread=0.0, tokens=1)
-"""Of replicas that nobody asks."""
+"""Load of replicas without requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One version on its way.
+    """One version sent to machines.
 
     Attributes:
-        weights_mib: Of the weights.
-        sent_mib: Of what travelled.
-        machines: Those that took it.
+        weights_mib: MiB of the weights.
+        sent_mib: MiB that were sent.
+        machines: Number of machines that took it.
         pull_s: Seconds from the announcement to the last byte at a machine.
         stage_s: Seconds from there until all replicas of a machine serve.
         wait_s: Seconds from the commit until machines learn of the version.
@@ -92,12 +92,12 @@ class Taken:
 
     @property
     def whole_s(self) -> float:
-        """Return the seconds from the commit until then."""
+        """Return the seconds from the commit until all replicas of a machine serve."""
         return self.wait_s + self.told_s
 
 
 async def measure(elements: int, disk: Path, shared: Path) -> WeightCosts:
-    """Measure with versions of so many weights, and of an eighth of them.
+    """Measure with versions of `elements` weights, and of an eighth of that.
 
     Args:
         elements: bf16 weights of a version.
@@ -162,7 +162,7 @@ async def _take(
             nodes.append(targets[0])
         service, epoch = psutil.Process(root.pid), next(bench.epochs)
         weights = random_weights(elements, seed=epoch, rows=ROWS)
-        await asyncio.sleep(_SETTLE_S)  # the replicas take what was the newest version
+        await asyncio.sleep(_SETTLE_S)  # the replicas take the version that was newest so far
         for number in range(DELTAS + 1):
             if number:
                 weights = neighbour(weights, seed=number)
@@ -232,12 +232,12 @@ def _cpu_line(points: Iterable[tuple[float, float]]) -> Line:
 
 
 def _shortest(taken: Mapping[float, list[Taken]], name: str) -> list[tuple[float, float]]:
-    """Return the least of what versions of each size took: what other work on the machine adds is no cost of a version."""
+    """Return the least time for each size: time that other work on the machine adds is not a cost of a version."""
     return [(size, min(getattr(each, name) for each in found)) for size, found in taken.items()]
 
 
 def _by_size(taken: list[Taken], machines: int = 1) -> dict[float, list[Taken]]:
-    """Return the versions that so many machines took, by the mean MiB sent of those of one kind and size."""
+    """Return the versions that `machines` machines took, by mean MiB sent for versions of one kind and size."""
     kinds: defaultdict[tuple[float, bool], list[Taken]] = defaultdict(list)
     for each in taken:
         if each.machines == machines:
@@ -247,9 +247,9 @@ def _by_size(taken: list[Taken], machines: int = 1) -> dict[float, list[Taken]]:
 
 
 def _quickest(taken: Mapping[float, list[Taken]], by: str, name: str) -> list[tuple[float, float]]:
-    """Return a part of what the quickest version of each size took.
+    """Return one part of the time of the quickest version of each size.
 
-    The parts of one version: the least of each part, from different versions, would add up to less than any version took.
+    All parts come from the same version: the least of each part, from different versions, would add up to less than any version took.
     """
     return [(size, getattr(min(found, key=attrgetter(by)), name)) for size, found in taken.items()]
 
@@ -311,7 +311,7 @@ async def _calls(disk: Path) -> dict[str, Any]:
 async def _watch_s(
     process: psutil.Process, stub: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub, run: str
 ) -> float:
-    """Return the CPU seconds of a message to a watcher: of heartbeats, which come often here."""
+    """Return the CPU seconds of a message to a watcher, measured with heartbeats, which are frequent here."""
     received = 0
 
     async def watch() -> None:
@@ -331,7 +331,7 @@ async def _watch_s(
 
 
 async def _manifest_bytes(root: WeightStack, tensors: int, epoch: int) -> float:
-    """Return the bytes in which the delta of a model of so many tensors is announced."""
+    """Return the bytes of the announcement of a delta, for a model with `tensors` tensors."""
     weights = _many(tensors, seed=epoch)
     await root.push(Version(epoch, 0), weights)
     await root.push(Version(epoch, 1), neighbour(weights, seed=1))

@@ -14,7 +14,7 @@ from weightsync.receive.sources import SourceLimits
 from weightsync.relay import MOST_REPLICAS_BEHIND
 
 EPOCH = 1
-"""Of all versions."""
+"""Epoch of all versions."""
 
 _BYTES_PER_GBIT = 1e9 / 8
 
@@ -24,7 +24,7 @@ class Network:
     """The links.
 
     Attributes:
-        uplink_gbit: What a machine sends at most, in 10^9 bits per second; its transfers share it evenly.
+        uplink_gbit: Most that a machine sends, in 10^9 bits per second. Its transfers share it evenly.
         latency_s: Seconds that a message travels.
     """
 
@@ -33,16 +33,16 @@ class Network:
 
     @property
     def bytes_per_s(self) -> float:
-        """Return what a machine sends at most."""
+        """Return the most bytes per second that a machine sends."""
         return self.uplink_gbit * _BYTES_PER_GBIT
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Who is there.
+    """The machines, replicas and relays.
 
     Attributes:
-        per_host: Replicas of a machine; they share one staged copy.
+        per_host: Replicas per machine; they share one staged copy.
         relays: Whether each machine has a relay.
         fan_out: Relays that take versions from the root or from one relay; 0: all from the root.
         list_relays: Whether replicas look for relays (`rollout.use_relays`).
@@ -69,19 +69,19 @@ class Work:
 
     Attributes:
         group: Samples per group. A group is one request.
-        groups_per_replica: Groups that a replica has under way.
+        groups_per_replica: Groups that a replica runs at a time.
         tokens: Tokens of a sample.
         generation_s: Mean seconds of a request.
         spread: Largest deviation of a request from that mean, as a fraction of the mean.
         train_s: Seconds of a step.
         max_staleness: Versions that a token may lag behind.
-        weights_bytes: Of the model.
-        delta_bytes: Of a version after the first one.
+        weights_bytes: Bytes of the model's weights.
+        delta_bytes: Bytes of a version after the first one.
         tensors: Tensors of the model.
         trainer_ranks: Processes of the trainer; each compares and sends its own shard.
-        batch_groups: Groups of a batch; 0: so many that the fleet is full at that staleness.
-        reports: Reports of a replica for a version: that it is staged, and that it serves. The former is left out where an engine
-            takes it at once.
+        batch_groups: Groups of a batch; 0: as many as keep the fleet full at `max_staleness`.
+        reports: Reports of a replica for a version: that it is staged, and that it serves. The former is left out if an engine takes
+            it at once.
     """
 
     group: int = 16
@@ -124,11 +124,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What all parts of a simulation share.
+    """The state that all parts of a simulation share.
 
     Attributes:
-        drawing: Draws how long requests take.
-        endless: Whether processes take no time for what they do.
+        drawing: Random numbers for the durations of requests.
+        endless: Whether processes take no time for their work.
     """
 
     fleet: Fleet

@@ -1,4 +1,4 @@
-"""A fleet on paper: the real scheduler and the real ledger of the weight service on a simulated clock and a simulated network.
+"""A simulated fleet: the real scheduler and the real ledger of the weight service on a simulated clock and network.
 
 What is real: `Scheduler` and the journal's `Ledger` decide when a group starts and what makes a batch, `coalescing_s` how many messages a
 stream has, `choose` from which source an engine takes versions, and the weight service's `Ledger` and `chain` what a
@@ -22,7 +22,7 @@ from benchmarks.fleet.network import Process
 from weightsync.receive.pull import PullLimits
 
 NEVER = sys.maxsize
-"""More replicas than there are."""
+"""Stands for a limit that no number of replicas reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,13 @@ class Limit:
 
     Attributes:
         name: The setting, or the resource.
-        used: How much of it is used.
+        used: How much of the limit is used.
         most: How much there is.
-        moved_by: What to change.
-        squared: Part of what is used that grows with the square of the replicas.
-        grows: Whether its use grows in proportion to the replicas; a tree of relays takes one level more for many times as many.
-        is_setting: Whether a setting alone moves it; else it is what a machine can do.
+        moved_by: What to change to move the limit.
+        squared: Part of `used` that grows with the square of the number of replicas.
+        grows: Whether its use grows in proportion to the replicas. In a tree of relays many times as many replicas take only one more
+        level.
+        is_setting: Whether a setting alone moves it; else it is a limit of the machine.
     """
 
     name: str
@@ -49,11 +50,11 @@ class Limit:
 
     @property
     def share(self) -> float:
-        """Return what is used of it; above 1 it is exceeded."""
+        """Return the used share of the limit; above 1 it is exceeded."""
         return self.used / self.most
 
     def reached_at(self, replicas: int) -> int:
-        """Return the replicas at which it is reached if its use grows as it says; `NEVER` if that cannot be said."""
+        """Return the number of replicas at which it is reached, according to `grows` and `squared`; `NEVER` if that is unknown."""
         if not self.grows:
             return replicas if self.share >= 1 else NEVER
         straight = self.used - self.squared
@@ -65,14 +66,14 @@ class Limit:
 
 @dataclass
 class Result:
-    """What a simulated run showed, per version of the measured ones.
+    """Results of a simulated run, per measured version.
 
     Attributes:
-        seconds: From one version to the next.
-        fan_out_s: From the commit of a version until the last replica serves it or a newer one: median of the versions.
+        seconds: Seconds from one version to the next.
+        fan_out_s: Seconds from the commit of a version until the last replica serves it or a newer one: median of the versions.
         staleness: Versions that a token lags behind, on average.
         busy: Share of the time in which a process was busy.
-        cores: What processes would be busy if they took no time for what they do: above 1 where a fleet asks for more than one can.
+        cores: Load of processes if their work took no time: above 1 if a fleet asks for more than a process can do.
     """
 
     fleet: Fleet
@@ -120,12 +121,12 @@ class Simulation:
         self._weights = self._orchestrator.weights
 
     def run(self, versions: int, warm_up: int = 2, *, cores: Mapping[str, float] | None = None) -> Result:
-        """Run until so many versions were made after the first ones, and every replica has the last of them or a newer one.
+        """Run until `versions` versions were made after the warm-up, and every replica has the last of them or a newer one.
 
         Args:
-            versions: That count.
-            warm_up: Before them.
-            cores: What processes would be asked for if they took no time; None: what they did.
+            versions: Versions that count.
+            warm_up: Versions before them.
+            cores: Load of processes if their work took no time; None: their load in this run.
         """
         orchestrator, weights, clock = self._orchestrator, self._weights, self._world.clock
         orchestrator.begin(versions + warm_up)
@@ -195,7 +196,7 @@ class Simulation:
         streams = min(PullLimits().streams, self._world.work.trainer_ranks)
         waits_s = self._orchestrator.process.lag_s + 2 * self._world.network.latency_s
         setting = partial(Limit, is_setting=True)
-        # In a tree, what one source has to do does not grow with the fleet.
+        # In a tree, the work of one source does not grow with the fleet.
         of_source = partial(setting, grows=not (fleet.relays and fleet.fan_out))
         found = [
             of_source("weightsync.max_watchers", watchers, limits.max_watchers, "a tree of relays, or the setting"),
@@ -240,7 +241,7 @@ class Simulation:
                 grows=False,
             ),
         ]
-        if cores["orchestrator"] < 1:  # else it only falls behind more and more
+        if cores["orchestrator"] < 1:  # else it falls further and further behind
             may_wait_s = limits.replicas.progress_s - limits.replicas.poll_s
             silence = "answers of replicas wait in line (orchestrator.replicas.progress_s)"
             found.append(Limit(silence, waits_s, may_wait_s, "a longer progress_s"))
@@ -254,6 +255,6 @@ def _named(counts: dict[str, float], prefix: str) -> dict[str, float]:
 def simulate(
     fleet: Fleet, work: Work, costs: Costs, network: Network, limits: Limits | None = None, *, versions: int = 3
 ) -> Result:
-    """Return what a fleet does, and how far it uses each limit: of processes by what it would ask for if they were endlessly fast."""
+    """Simulate a fleet, and return how far it uses each limit. For processes, that is their load if they were infinitely fast."""
     asked = Simulation(fleet, work, costs, network, limits, endless=True).run(versions)
     return Simulation(fleet, work, costs, network, limits).run(versions, cores=asked.busy)

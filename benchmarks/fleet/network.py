@@ -1,4 +1,4 @@
-"""A clock, links and processes that exist on paper."""
+"""A simulated clock, simulated links and processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MOST_BACKGROUND = 0.95
-"""Share of a process that regular work may take on paper; a process with more of it would never do anything else."""
+"""Largest share of a simulated process that regular work may take. With more the process would never do anything else."""
 
 
 class Process:
@@ -18,10 +18,10 @@ class Process:
 
     Args:
         background: Share of its time that regular small work takes, which is not simulated message by message.
-        endless: Whether it takes no time for what it does. What it is asked for shows then, also if that is more than it can do.
+        endless: Whether its work takes no time. Then `busy_s` shows the requested load, even if it is more than the process can do.
 
     Attributes:
-        free_at: When it has done all that it was given.
+        free_at: When it has done all its work.
         busy_s: CPU seconds.
         lag_s: Longest time that something waited.
     """
@@ -31,7 +31,7 @@ class Process:
         self.background, self._endless = background, endless
 
     def do(self, now: float, cost_s: float) -> float:
-        """Do something that costs so many CPU seconds as soon as what came before is done; return when it is done."""
+        """Do work of `cost_s` CPU seconds once earlier work is done; return when it is done."""
         self.busy_s += cost_s
         if self._endless:
             return now
@@ -46,7 +46,7 @@ class Clock:
 
     Attributes:
         polls: Time, replica and serial of each planned poll, in the order of their times. A heap would take most of the time of a
-            simulation, and each next poll is the last one of all.
+            simulation, and a new poll is always later than all others.
         on_poll: Takes replica and serial of a poll that is due.
     """
 
@@ -58,15 +58,15 @@ class Clock:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
     def at(self, time: float, do: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401
-        """Do something at a time."""
+        """Call `do` at a time."""
         self.events += 1
         heapq.heappush(self._queue, (max(time, self.now), self.events, do, arguments))
 
     def run(self, ended: Callable[[], bool]) -> None:
-        """Go from event to event until it has ended; polls alone do not end it.
+        """Go from event to event until `ended` returns true. Polls alone do not count as events.
 
         Raises:
-            RuntimeError: if nothing is left to do before that.
+            RuntimeError: if no events are left before that.
         """
         while not ended():
             if not self._queue:
@@ -81,19 +81,19 @@ class Clock:
 
 
 class Uplink:
-    """What a machine sends: all transfers that are under way share it evenly, and none is faster than one stream can be."""
+    """The uplink of a machine: all current transfers share it evenly, and none is faster than a single stream can be."""
 
     def __init__(self, clock: Clock, bytes_per_s: float, one_bytes_per_s: float = math.inf) -> None:
         self._clock, self.rate, self._one = clock, bytes_per_s, one_bytes_per_s
         self.sent = 0.0
         self.most = 0
         """Most transfers at a time."""
-        self._each = self._since = 0.0  # bytes that each transfer has been sent since the beginning; until when
+        self._each = self._since = 0.0  # bytes sent per transfer since the beginning; up to which time
         self._ends: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = self._planned = 0
 
     def send(self, size: float, done: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401
-        """Send so many bytes, then do something."""
+        """Send `size` bytes, then call `done`."""
         self._catch_up()
         self._serial += 1
         self.sent += size
@@ -131,12 +131,12 @@ class Uplink:
 
 @dataclass
 class Traffic:
-    """Messages and bytes, by what they are for."""
+    """Messages and bytes, by purpose."""
 
     messages: Counter[str] = field(default_factory=Counter)
     sizes: Counter[str] = field(default_factory=Counter)
 
     def add(self, name: str, messages: float, size: float) -> None:
-        """Count messages, and their bytes in all."""
-        self.messages[name] += messages  # type: ignore[assignment]  # shares of a message, where several are counted at once
+        """Count messages, and their total bytes."""
+        self.messages[name] += messages  # type: ignore[assignment]  # a fraction, if several messages are counted at once
         self.sizes[name] += size  # type: ignore[assignment]

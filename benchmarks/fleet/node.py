@@ -37,7 +37,7 @@ from weightsync.staged import ApplyReport, StagedVersion
 
 _START_S = 120.0
 _LOOK_S = 0.5
-"""Seconds between two questions to a machine what it serves: an answer is work of the process that is measured."""
+"""Seconds between two questions to a machine about its version: answering is work of the measured process."""
 
 
 @contextlib.asynccontextmanager
@@ -46,10 +46,10 @@ async def machine(targets: Sequence[str], weights: str, stage_dir: Path, log: Pa
 
     Args:
         targets: Addresses at which they serve, one for each.
-        weights: Address of the weight service that they follow, or of a relay.
+        weights: Address of the weight service, or relay, that they follow.
         stage_dir: Directory in shared memory, for staged versions.
         log: File for their output.
-        load: How they answer.
+        load: How slowly they answer, and with how many tokens.
     """
     words = [
         f"--weights={weights}",
@@ -92,7 +92,7 @@ def served_at(counts: Counts, version: Version) -> list[float]:
 
     Args:
         counts: What a replica of the machine counted.
-        version: Those that do not serve it yet are left out.
+        version: Replicas that do not serve this version yet are left out.
     """
     firsts = (
         next((at for epoch, number, at in times if Version(epoch, number) >= version), None)
@@ -130,9 +130,9 @@ class _Node:
         self.sizes: Counter[str] = Counter()
 
     def notes(self) -> dict[str, Any]:
-        """Return what the machine told and was told by weight services, when each replica served a version, and the seconds of its last one.
+        """Return the machine's counts of messages with weight services, when replicas served versions, and the seconds of its last version.
 
-        Those are the seconds of the transfer, and all.
+        These are the seconds of the transfer, and the total seconds.
         """
         updates = {
             name: (last.pull_s, last.total_s)
@@ -142,12 +142,12 @@ class _Node:
         return {"served": self.served, "messages": self.messages, "sizes": self.sizes, "updates": updates}
 
     def counting(self, method: str, translate: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-        """Return the same translation, which counts what it translates."""
+        """Return a translation that also counts the messages that it translates."""
         return counted(translate, method.rpartition("/")[2], self.messages, self.sizes)
 
 
 class _CountedChannel:
-    """A channel of whose calls a node counts the messages."""
+    """A channel that counts the messages of its calls."""
 
     def __init__(self, channel: grpc.aio.Channel, node: _Node) -> None:
         self._channel, self._node = channel, node
@@ -175,7 +175,7 @@ class _CountedChannel:
 
 
 class _FollowingEngine(StagedOnly):
-    """Serves what is staged, and notes when."""
+    """Serves staged versions, and notes when."""
 
     def __init__(self, replica: SimulatedReplica, times: list[tuple[int, int, float]]) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Be the replicas of a machine."""
+    """Run the replicas of a machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--targets", nargs="+", required=True, help="addresses to serve at, one for each replica")
     parser.add_argument("--weights", required=True, help="address of the weight service or of a relay")

@@ -30,13 +30,13 @@ _LOOK_AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PollCosts:
-    """What was measured with so many replicas.
+    """Measurements for a number of replicas.
 
     Attributes:
         polls_per_s: Status requests a second.
         cpu_per_s: CPU seconds of this process per second; everything that the pool does regularly is included.
         poll_bytes: Bytes of such a request and its answer.
-        pick_s: CPU seconds of a look for a replica, and whether there is room.
+        pick_s: CPU seconds to search for a replica and check that there is room.
     """
 
     replicas: int
@@ -47,7 +47,7 @@ class PollCosts:
 
 
 def measure(replicas: int, seconds: float) -> PollCosts:
-    """Measure with so many replicas for so many seconds; call it in a process of its own."""
+    """Measure with `replicas` replicas for `seconds` seconds. Call this in a process of its own."""
     configure_logging("bench", "warning")  # a line per replica would be measured too
     return asyncio.run(_measure(replicas, seconds))
 
@@ -81,14 +81,14 @@ async def _measure(replicas: int, seconds: float) -> PollCosts:
 
 
 def _addresses(replicas: int, port: int) -> list[str]:
-    """Return so many addresses of this machine."""
+    """Return `replicas` addresses of this machine."""
     return [f"127.1.{number // 250}.{number % 250 + 1}:{port}" for number in range(replicas)]
 
 
 @contextlib.asynccontextmanager
 async def _served(replicas: int, port: int) -> AsyncIterator[None]:
     command = (sys.executable, "-m", "benchmarks.fleet.poll_costs", f"--replicas={replicas}", f"--port={port}")
-    # gRPC says of each connection that it ends with its server.
+    # gRPC logs for each connection that it ends with its server.
     child = await asyncio.create_subprocess_exec(*command, env={**os.environ, "GRPC_VERBOSITY": "NONE"})
     try:
         yield
@@ -99,7 +99,7 @@ async def _served(replicas: int, port: int) -> AsyncIterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve as so many replicas without work."""
+    """Serve as many replicas without work."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)

@@ -48,18 +48,18 @@ ALONE = 8
 """Versions that are published once the orchestrator has ended."""
 
 _BETWEEN_S = 1.0
-"""Seconds from one of these to the next."""
+"""Seconds from one of these versions to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the run showed, per version.
+    """Measurements of the run, per version.
 
     Attributes:
-        seconds: From one version to the next.
-        fan_out_s: From the commit of a version until the last replica serves it: the least of `ALONE` versions that were published
-            when nothing else was left to do. In the simulation each process has a core of its own.
-        loaded_fan_out_s: The same of the run's own versions, whose fan-out shares the machine's cores with dispatch and batches.
+        seconds: Seconds from one version to the next.
+        fan_out_s: Seconds from the commit of a version until the last replica serves it: the least of `ALONE` versions that were published
+            without any other work. In the simulation each process has a core of its own.
+        loaded_fan_out_s: The same for the run's own versions, whose fan-out shares the machine's cores with dispatch and batches.
         dispatch: Messages between orchestrator and replicas, and their bytes.
         batches: Bytes between orchestrator and trainer.
         weights: Messages between replicas and weight services, and their bytes.
@@ -78,7 +78,7 @@ class Observed:
 
 
 async def observe(directory: Path, shared: Path, work: Work, *, replicas: int, versions: int, warm_up: int) -> Observed:
-    """Run until so many versions were made after the first ones."""
+    """Run until `versions` versions were made after the warm-up."""
     trainer, orchestrator = (f"127.0.0.1:{free_port()}" for _ in range(2))
     targets = [f"127.0.0.1:{free_port()}" for _ in range(replicas)]
     metrics = free_port()
@@ -169,7 +169,7 @@ async def _published_alone(trainer: str) -> Version:
 
 
 def _between(at: Sequence[_Moment], ended: tuple[Counts, Counts], versions: range) -> Observed:
-    """Return what happened from the first of two moments to the second; `ended` was asked when all served the very last version."""
+    """Return the measurements between two moments. `ended` are the counts when all served the very last version."""
     (before, after), (node, trainer), count = at, ended, len(versions)
     dispatch, batches = after.node.since(before.node), after.trainer.since(before.trainer)
     applied = {int(number): at for number, at in trainer.notes["applied"].items()}
@@ -194,7 +194,7 @@ def _between(at: Sequence[_Moment], ended: tuple[Counts, Counts], versions: rang
     )
 
 
-# The trainer. This module, run as a program, is it.
+# The trainer: this module, run as a program.
 
 
 class PublishingTrainer(SimulatedTrainer):
@@ -211,7 +211,7 @@ class PublishingTrainer(SimulatedTrainer):
         self.applied: dict[int, float] = {}
         self.committed: dict[int, float] = {}
         self.alone: list[int] = []
-        """Versions that no batch brought."""
+        """Versions that were published without a batch."""
 
     async def BeginEpoch(  # noqa: N802
         self, request: trainer_pb2.BeginEpochRequest, _context: object
@@ -224,7 +224,7 @@ class PublishingTrainer(SimulatedTrainer):
     async def SubmitBatch(  # noqa: N802
         self, request_iterator: AsyncIterator[trainer_pb2.SubmitBatchRequest], _context: object
     ) -> trainer_pb2.SubmitBatchResponse:
-        """Take a batch; its turn comes."""
+        """Queue a batch."""
         header, results = await read_batch(request_iterator)
         self._batches.put_nowait((header, results))
         return trainer_pb2.SubmitBatchResponse(batch_id=header.batch_id, queued_batches=self._batches.qsize())
@@ -245,7 +245,7 @@ class PublishingTrainer(SimulatedTrainer):
             publishing.add_done_callback(lambda _: self._batches.task_done())
 
     async def publish_alone(self, asked: asyncio.Event) -> None:
-        """Once this is asked for and no batch is left, publish `ALONE` versions."""
+        """Publish `ALONE` versions once `asked` is set and no batch is left."""
         await asked.wait()
         await self._batches.join()
         first = max(self.committed) + 1
@@ -278,7 +278,7 @@ async def _run_trainer(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Be the trainer."""
+    """Run the trainer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True, help="address to serve at")
     parser.add_argument("--weights", required=True, help="address of the weight service")

@@ -16,10 +16,10 @@ from weightsync.service.chain import Form, Forms, find_path
 from weightsync.service.ledger import Ledger
 
 _REPORTS_STAGED = 1.5
-"""Reports of a version from which on replicas say that it is staged before they say that it serves."""
+"""From so many reports per version on, replicas report that it is staged before they report that it serves."""
 
 _BEAT_BYTES = 2.0
-"""Of a heartbeat to a watcher, which says nothing."""
+"""Bytes of an empty heartbeat to a watcher."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Source:
     process: Process
     uplink: Uplink
     children: list[int] = field(default_factory=list)
-    """Relays that take versions from it."""
+    """Relays that take versions from this source."""
     hosts: list[int] = field(default_factory=list)
     watchers: int = 0
     version: int = 0
@@ -56,7 +56,7 @@ class Weights:
     """The weight service, its relays, and the replicas that take versions.
 
     Args:
-        world: Whose replicas they are.
+        world: The state of the simulation.
         on_serve: Called with each replica that serves another version.
     """
 
@@ -65,7 +65,7 @@ class Weights:
         self._on_serve = on_serve
         fleet, network = world.fleet, world.network
         self._mib = self._work.delta_bytes / MIB
-        # A service sends with one core: so much at most, whatever the link can do.
+        # A service sends with one core, which limits its rate whatever the link can do.
         cpu_bytes_per_s = MIB / self._costs.give_out_cpu_s.each if self._costs.give_out_cpu_s.each else math.inf
         one = MIB / self._costs.pull_s.each if self._costs.pull_s.each else math.inf
 
@@ -109,7 +109,7 @@ class Weights:
         return self.root if upstream < 0 else self.relays[upstream]
 
     def _chosen(self, host: int, replicas: range) -> Source:
-        """Return the source that the replicas of a host choose, by `choose`: of the root and the relays that they ask."""
+        """Return the source that the replicas of a host choose with `choose` from the root and the relays that they ask."""
         probes = self._world.limits.sources.probes
         asked = [host, *(each for each in range(probes) if each != host)][:probes] if self.relays else []
         candidates = [Candidate(ROOT, "root", len(self.relays), None, 0.001)]
@@ -124,7 +124,7 @@ class Weights:
 
     @property
     def list_share(self) -> float:
-        """Return the share of the root's time that goes into the relays in lists of sources."""
+        """Return the share of the root's time that it takes to list relays as sources."""
         looks = self._world.fleet.replicas / self._world.limits.sources.look_s if self.relays else 0.0
         return looks * self._costs.list_s.each * len(self.relays)
 
@@ -139,7 +139,7 @@ class Weights:
         return max(below, default=0)
 
     def _rates(self) -> dict[str, tuple[float, float, float]]:
-        """Return what the root answers regularly while nothing happens: times a second, bytes and CPU seconds of each."""
+        """Return the root's regular answers while nothing happens: answers per second, and bytes and CPU seconds of each."""
         limits, fleet, costs = self._world.limits, self._world.fleet, self._costs
         relays = len(self.relays)
         return {
@@ -153,9 +153,9 @@ class Weights:
         }
 
     def regular(self, seconds: float) -> dict[str, tuple[float, int, float]]:
-        """Return what happens regularly from one version to the next: how often, in how many messages and bytes each time.
+        """Return the regular messages from one version to the next: how often, and in how many messages and bytes each time.
 
-        A report begins the time until the next renewal anew, an announcement that until the next heartbeat.
+        A report restarts the time until the next renewal; an announcement restarts the time until the next heartbeat.
         """
         limits, replicas, costs = self._world.limits, self._world.fleet.replicas, self._costs
         relays = len(self.relays)
@@ -172,14 +172,14 @@ class Weights:
             "heartbeats of relays": (watchers * beats, 1, _BEAT_BYTES),
         }
 
-    # What others ask.
+    # Queries.
 
     def version_of(self, replica: int) -> int:
         """Return the version that a replica serves."""
         return self.hosts[replica // self._world.fleet.per_host].version
 
     def served_between(self, replica: int, since: float, until: float) -> list[tuple[int, float]]:
-        """Return the versions that a replica served in a time, with the seconds of each."""
+        """Return the versions that a replica served between two times, with the seconds of each."""
         history = self._history[replica // self._world.fleet.per_host]
         pieces = []
         for place in range(len(history) - 1, -1, -1):
@@ -195,7 +195,7 @@ class Weights:
         """Return whether every replica serves a version or a newer one."""
         return version in self.served_at
 
-    # A version on its way.
+    # Sending a version.
 
     def push(self, number: int) -> None:
         """Push a version from the trainer."""
@@ -212,7 +212,7 @@ class Weights:
         for version in self.ledger.surplus(self._clock.now):
             self.ledger.delete(version, self._clock.now)
         self.committed_at[number], self._left[number] = self._clock.now, len(self.hosts)
-        self.root.process.busy_s += self._costs.take_in_cpu_s.of(self._mib)  # its time is a part of the push's
+        self.root.process.busy_s += self._costs.take_in_cpu_s.of(self._mib)  # this time is a part of the push
         self.root.version = number
         self._announce(self.root)
 
@@ -234,7 +234,7 @@ class Weights:
         self._world.traffic.add(f"announcements{at}", watchers, watchers * self._manifest_bytes)
 
     def _size(self, held: int, target: int) -> float:
-        """Return the bytes that lead from a held version to another one, as the root's ledger has it."""
+        """Return the bytes to get from a held version to another one, according to the root's ledger."""
         path = find_path(self.ledger.committed, Version(EPOCH, target), Version(EPOCH, held))
         if path is None:
             return self._work.weights_bytes
@@ -264,7 +264,7 @@ class Weights:
     def _fetched(self, relay: Source, target: int) -> None:
         """A relay has a version's bytes; it commits them."""
         relay.process.busy_s += self._costs.take_in_cpu_s.of(self._mib)
-        # What a relay adds by MiB contains the transfer, whose time has passed.
+        # The cost of a relay by MiB includes the transfer, whose time has already passed.
         by_mib = max(0.0, self._costs.hop_s.each - self._costs.pull_s.each)
         committed = self._clock.now + self._costs.hop_s.fixed + by_mib * self._mib
         self._clock.at(committed, self._relayed, relay, target)
@@ -337,7 +337,7 @@ class Weights:
         )
 
     def _forward(self, relay: Source) -> None:
-        """Send the oldest report that waits; the next one follows when it is answered."""
+        """Send the oldest waiting report. The next one follows when it is answered."""
         if not relay.waiting:
             relay.forwarding = False
             return

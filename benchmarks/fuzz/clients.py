@@ -19,15 +19,15 @@ from sluice.rpc.server import LOOPBACK
 from sluice.v1 import common_pb2, orchestrator_pb2, rollout_pb2, tokens_pb2
 
 IDLE = 1000
-"""Connections that are open at a time and send nothing."""
+"""Number of open connections that send nothing."""
 
 STREAMS = 200
-"""Streams that nobody reads, and calls whose message never comes."""
+"""Number of streams that nobody reads, and of calls whose message never comes."""
 
 RESETS = 300
 
 GROWTH_BYTES = 64 << 20
-"""Most memory that any of this may keep, or that a stream without a reader may take."""
+"""Most memory that a process may keep after any of these attacks, or that a stream without a reader may take."""
 
 MORE_FILES = 16
 """Open files that a process may have more than before."""
@@ -37,7 +37,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 def attack(stack: Stack, watched: Watched, findings: Findings) -> dict[str, int]:
-    """Do all of it to one service; return how many clients of each kind there were."""
+    """Run all attacks against one service; return how many clients of each kind there were."""
     kinds: dict[str, Callable[[Stack, Watched, Findings], int]] = {"idle connections": _idle, "resets": _resets}
     kinds["calls without a message"] = _silent_calls
     kinds["streams without a reader"] = _unread
@@ -58,7 +58,7 @@ def _compare(place: str, before: Load, after: Load, findings: Findings) -> None:
 
 
 def grew(before: Load, after: Load) -> dict[str, str]:
-    """Return what a process holds more of than inputs explain: memory, files, calls in progress."""
+    """Return the resources that grew more than the inputs explain: memory, files, calls in progress."""
     found = {}
     if after.rss > before.rss + GROWTH_BYTES:
         found["memory"] = f"{(after.rss - before.rss) >> 20} MiB"
@@ -132,7 +132,7 @@ def _resets(stack: Stack, watched: Watched, findings: Findings) -> int:
 
 
 def _silent_calls(stack: Stack, watched: Watched, findings: Findings) -> int:
-    """Begin calls and send no message. Those of nobody known must end at once."""
+    """Begin calls and send no message. Calls without a known principal must end at once."""
     with grpc.insecure_channel(watched.target) as channel:
         method: Any = channel.stream_stream("/sluice.v1.ServerInfoService/GetServerInfo", None, None)
         calls = [method(_nothing(), timeout=60) for _ in range(STREAMS)]
@@ -165,11 +165,11 @@ _STREAMED = {
         ),
     ),
 }
-"""A stream of a service that sends much, and what asks for it."""
+"""A method of each service that streams a lot, and its request."""
 
 
 def _unread(stack: Stack, watched: Watched, findings: Findings) -> int:
-    """Open streams and read nothing of them; what waits for the client must have a bound."""
+    """Open streams and read nothing. The data that waits for the client must be bounded."""
     if watched.name not in _STREAMED:
         return 0
     path, request = _STREAMED[watched.name]

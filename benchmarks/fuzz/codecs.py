@@ -1,4 +1,4 @@
-"""Every parser of bytes and texts from outside, under atheris: only the documented errors may leave it.
+"""Every parser of bytes and texts from outside, under atheris: only documented errors may be raised.
 
 Each parser is fuzzed in a process of its own, since libFuzzer ends its process at the first finding: this module is that program.
 """
@@ -22,7 +22,7 @@ from sluice.config import ConfigError
 Parse: TypeAlias = Callable[[bytes], None]
 
 MAX_BYTES = 4096
-"""Longest input: parsers that take more than a few seconds for so little are findings, too."""
+"""Longest input. A parser that takes more than a few seconds for it is a finding, too."""
 
 MOST_MIB = 2048
 """Memory at which libFuzzer ends the process with a finding."""
@@ -30,7 +30,7 @@ MOST_MIB = 2048
 ONE_INPUT_S = 10
 
 START_S = 120.0
-"""Seconds for imports and instrumentation, beside those of the fuzzing."""
+"""Seconds for imports and instrumentation, in addition to the fuzzing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Target:
     """A parser.
 
     Attributes:
-        load: Imports it and returns what takes the bytes; what that raises is a finding.
+        load: Imports the parser and returns a function that takes the bytes. An error that the function raises is a finding.
         packages: Modules whose branches guide the inputs.
         seeds: Sound inputs to begin with.
     """
@@ -495,12 +495,12 @@ TARGETS: Mapping[str, Target] = {
 
 @dataclass(frozen=True, slots=True)
 class Fuzzed:
-    """What became of one parser.
+    """The outcome for one parser.
 
     Attributes:
-        inputs: Inputs that it took.
+        inputs: Number of inputs that it took.
         before: Resident memory after its first inputs, in MiB.
-        after: At the end.
+        after: Resident memory at the end, in MiB.
     """
 
     inputs: int
@@ -509,7 +509,7 @@ class Fuzzed:
 
 
 def fuzz(name: str, directory: Path, findings: Findings, *, seconds: int, seed: int) -> Fuzzed:
-    """Fuzz one parser for so many seconds.
+    """Fuzz one parser for `seconds` seconds.
 
     Raises:
         ConfigError: if atheris is not installed.
@@ -553,7 +553,7 @@ def _packages() -> Iterator[str]:
 def main(words: Sequence[str]) -> None:
     """Fuzz one parser in this process, with the words: its name, the folder of its inputs, seconds and seed."""
     name, corpus, seconds, seed = words
-    sys.path += _packages()  # behind our own: only what is nowhere else comes from there
+    sys.path += _packages()  # after our own: only packages that are nowhere else come from there
     import atheris  # noqa: PLC0415
 
     target = TARGETS[name]
