@@ -329,7 +329,7 @@ class ResolvedObjective:
             return None
         bounds = ", ".join(name for name, value in self.parameters.items() if value is not None)
         remedy = "set trainer.minibatches or trainer.epochs to 2 or more"
-        if not (self.selects_tokens or self.has_narrow_bounds):  # bypass: refused for the first, clips rounding for the second
+        if not (self.selects_tokens or self.has_narrow_bounds):  # bypass is refused for m2po; narrow bounds clip noise
             remedy += ", or proximal to bypass, without a correction, which clips the ratio to the policy that sampled"
         return (
             f"{bounds} of {self.name} have no effect: proximal = recompute compares with the policy before the batch, and the batch"

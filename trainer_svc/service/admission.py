@@ -13,7 +13,7 @@ QUEUE_BATCHES = 2
 """Batches that may wait for training. Further ones are refused; the answer says when to retry."""
 
 REMEMBERED_BATCHES = 1024
-"""Ids of applied batches that are kept to recognise repeats: as many as WatchSteps keeps reports."""
+"""Number of applied batches whose ids are kept to recognise repeats: the number of reports that WatchSteps keeps."""
 
 Payload = TypeVar("Payload")
 
@@ -36,10 +36,10 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a batch says about its place; its fields are those of `BatchHeader`.
+    """The place that a batch claims. For the fields see `BatchHeader`, except for this one.
 
     Attributes:
-        content_digest: Digest of its trajectories; empty as long as they have not arrived.
+        content_digest: Digest of the batch's trajectories; empty until they have arrived.
     """
 
     batch_id: str
@@ -51,7 +51,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A batch that was accepted before; `content_digest` is empty if it is not known."""
+    """A batch that was accepted before; `content_digest` is empty if unknown."""
 
     sequence_no: int
     content_digest: str = ""
@@ -92,7 +92,7 @@ class Admission(Generic[Payload]):
         return 0 if self._version is None else self._version.number + self.queued + 1
 
     def open(self, version: Version, held: Mapping[str, Known]) -> None:
-        """Begin an epoch from a version, whose weights hold the given batches (by id, oldest first). Forget all others."""
+        """Begin an epoch from a version. `held` are the batches that its weights hold, by id, oldest first; forget all others."""
         self.close()
         self._version = version
         self._known.update(held)
@@ -182,10 +182,10 @@ class Admission(Generic[Payload]):
         return False
 
     def take(self) -> Payload | None:
-        """Take the next batch to train; None if the queue is empty. The batch before it must be finished.
+        """Take the next batch to train; None if the queue is empty.
 
         Raises:
-            RuntimeError: if it is not.
+            RuntimeError: if the previous batch is not finished.
         """
         if self._in_training is not None:
             raise RuntimeError(f"batch {self._in_training.batch_id!r} is still in training")
@@ -198,7 +198,7 @@ class Admission(Generic[Payload]):
         """Mark the batch in training as applied. Return the version that it produced.
 
         Raises:
-            RuntimeError: if none is in training.
+            RuntimeError: if no batch is in training.
         """
         if self._in_training is None or self._version is None:
             raise RuntimeError("no batch is in training")

@@ -1,7 +1,7 @@
 """A batch: check its trajectories, convert them to training rows, decide which tokens are trained, and answer for each trajectory.
 
 Pure. A fault names the trajectory's index and the field. Staleness is judged when the batch arrives: batches are applied in
-order, so that the version which it will be applied to is the one before its target.
+order, so it is known then that the batch will be applied to the version before its target.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.objective import among, keep_trainable, with_batch_facts
 
 LOGPROB_ROUNDING = 1e-3
-"""Nats by which a log-probability may exceed 0: rounding of a low-precision softmax, no more."""
+"""Nats by which a log-probability may exceed 0: enough for the rounding of a low-precision softmax."""
 
 ABSENT, GIVEN, UNKNOWN = "are absent", "are given", "is not known:"
-"""How a fault begins for which the settings of both sides are to blame if every trajectory has it."""
+"""First words of faults that are caused by the settings of orchestrator or trainer, if every trajectory has them."""
 
 MISSING_REWARD = "MISSING_REWARD"
 NO_TRAINED_TOKENS = "NO_TRAINED_TOKENS"
 MASKED = "MASKED"
-"""It came without a token to train, so that its reward counts in its group's statistics and nothing else does."""
+"""The trajectory came without a token to train: only its reward is used, in its group's statistics."""
 NON_FINITE_STEP = "NON_FINITE_STEP"
 CRITIC_WARMUP = "CRITIC_WARMUP"
 RETIRED_EPOCH = "RETIRED_EPOCH"
@@ -60,9 +60,9 @@ class Sample:
     """One converted trajectory.
 
     Attributes:
-        sequence: Its training row; the advantages are zero where none were given.
-        spans: Versions that sampled its trained tokens; starts are counted in trained tokens.
-        branch_offsets: At each trained token, by how much the reward of its branches exceeds the episode's; None if no branch has one.
+        sequence: The training row; its advantages are zero if none were given.
+        spans: Versions that sampled the trained tokens; starts are counted in trained tokens.
+        branch_offsets: At each trained token, the reward of its branches minus the episode's reward; None if no branch has a reward.
     """
 
     sequence: TrainingRow
@@ -81,7 +81,7 @@ class Decision:
         reason: Why it is dropped; empty otherwise.
         oldest: Greatest staleness of its tokens, in versions.
         ages: Staleness of each token that enters the loss.
-        lost: Number of its trained tokens that do not, by cause.
+        lost: Number of its trained tokens that do not enter the loss, by cause.
     """
 
     sample: Sample
@@ -96,16 +96,15 @@ class Decision:
 class Batch:
     """An accepted batch.
 
-    Its metrics, for the step's report. What the orchestrator reports of a batch (rewards, groups, lengths, staleness) is not
-    among them:
+    `metrics` are part of the step's report. They leave out facts that the orchestrator reports (rewards, groups, lengths, staleness):
 
-        trajectories, missing_rewards                            of the batch as it came
-        multi_version_trajectories                               whose tokens were sampled by several versions
+        trajectories, missing_rewards                            counts in the batch as it arrived
+        multi_version_trajectories                               trajectories whose tokens were sampled by several versions
         dropped_trajectories/<reason>, dropped_tokens/<reason>   not trained, by cause
 
     Attributes:
         digests: Digest of each of its trajectories as it arrived, in order.
-        sequences: Rows to train on, with the facts about the whole batch.
+        sequences: Rows to train on, with the columns that depend on the whole batch.
         decisions: One per trajectory, in the batch's order.
     """
 
@@ -117,7 +116,7 @@ class Batch:
 
     @property
     def target(self) -> Version:
-        """Version that applying it produces."""
+        """Version that the batch produces when it is applied."""
         return Version.from_proto(self.header.target_version)
 
     @property
@@ -134,8 +133,8 @@ class Batch:
         """Return the answer per trajectory, in the batch's order.
 
         Args:
-            trained: For each of `sequences` its tokens in the loss, and the applied optimizer steps that it was part of.
-            critic_only: Whether these steps changed the critic alone.
+            trained: For each of `sequences` the number of its tokens in the loss, and of applied optimizer steps that it was part of.
+            critic_only: Whether these steps changed only the critic.
         """
         rows = iter(trained.tolist())
         return [
@@ -150,10 +149,11 @@ class Expectations:
 
     Attributes:
         vocabulary: Upper bound of token ids, exclusive.
-        newest: Version of the weights that the batch is applied to, which no token can be newer than.
-        has_estimator: Whether advantages may be absent, because the header names an estimator or the objective reads none.
+        newest: Version of the weights to which the batch is applied. No token can be newer.
+        has_estimator: Whether advantages may be absent, because the header names an estimator or the objective reads no advantages.
         estimates: The estimator that the trainer runs; empty if it runs none.
-        needs_reference: Whether trajectories must bring reference log-probabilities; `needs_teacher` likewise.
+        needs_reference: Whether trajectories must bring log-probabilities of the reference.
+        needs_teacher: Whether trajectories must bring log-probabilities of the teacher.
     """
 
     vocabulary: int
@@ -173,12 +173,12 @@ def convert(
 
     Args:
         trajectories: The batch.
-        expected: What trajectories need that name no objective.
-        named: What those need that name one, by its name.
+        expected: Requirements for trajectories that name no objective.
+        named: Requirements for trajectories that name an objective, by that name.
 
     Returns:
-        The samples in order, and what is wrong by field, such as ``trajectories[3].mask_runs``. Samples are complete
-        only if nothing is wrong.
+        The samples in order, and the faults by field, such as ``trajectories[3].mask_runs``. The samples are complete only if
+        there are no faults.
     """
     violations: dict[str, str] = {}
     samples: list[Sample] = []
@@ -198,13 +198,13 @@ def convert(
 
 
 def of_settings(violations: Mapping[str, str], trajectories: Sequence[tokens_pb2.Trajectory]) -> bool:
-    """Return whether every trajectory with tokens to train lacks what the trainer's settings need, so that no other batch would fit."""
+    """Return whether every trajectory with tokens to train has a fault that settings cause, so that no other batch would fit either."""
     rows = rows_of(field for field, fault in violations.items() if fault.startswith((ABSENT, GIVEN, UNKNOWN)))
     return bool(rows) and len(rows) >= sum(len(each.mask_runs) > 1 for each in trajectories)
 
 
 def _trained(trajectory: tokens_pb2.Trajectory) -> Mask:
-    """Return which tokens are trained; shorter than the trajectory if its runs are."""
+    """Return which tokens are trained. The mask is shorter than the trajectory if `mask_runs` do not cover it."""
     runs = np.array(trajectory.mask_runs, dtype=np.int64)
     if int(runs.sum()) > MAX_TRAJECTORY_TOKENS:  # refused below; a hostile run length must not allocate memory first
         return np.zeros(0, dtype=np.bool_)
@@ -416,11 +416,11 @@ def _token_rewards(
 ) -> torch.Tensor | None:
     """Return the reward at each trained token; None if the environment rewards the episode as a whole.
 
-    A turn's reward goes to its last trained token. The rest of the episode's reward goes to the last token of all.
+    A turn's reward goes to its last trained token. The rest of the episode's reward goes to the trajectory's last trained token.
 
     If branches have rewards of their own, the rewards from a turn on add up to the reward of the branches that pass it. A turn's tokens
     lead to more branches than the next turn's, so the difference between the two sums goes to the turn's last token. The estimator
-    `process` does not add up rewards, so that it gets none of this.
+    `process` does not add up rewards, so branch rewards are ignored for it.
     """
     of_branches = [] if process else trajectory.branch_rewards
     if not (trajectory.token_rewards or trajectory.turn_rewards or of_branches) or not places.size:
@@ -441,7 +441,7 @@ def _token_rewards(
 
 
 def _spread(values: Any, places: NDArray[np.int64], length: int, elsewhere: float) -> torch.Tensor:  # noqa: ANN401  a protobuf container
-    """Spread values over the trained tokens, one for each or one for all. The other tokens get `elsewhere`."""
+    """Write values to the trained tokens: one value per token, or one for all. The other tokens get `elsewhere`."""
     row = np.full(length, elsewhere, dtype=np.float32)
     if len(values):
         row[places] = np.array(values, dtype=np.float32)
@@ -452,7 +452,7 @@ def _spread(values: Any, places: NDArray[np.int64], length: int, elsewhere: floa
 
 
 def applied_to(header: trainer_pb2.BatchHeader) -> Version:
-    """Return the version of the weights that a batch is applied to: batches are applied in order."""
+    """Return the version of the weights to which a batch is applied: the one before its target, since batches are applied in order."""
     return Version(header.target_version.epoch, header.target_version.number - 1)
 
 
@@ -468,12 +468,12 @@ def judge(
     """Decide which tokens of a batch are trained, and estimate the advantages that are missing.
 
     Args:
-        samples: Its trajectories.
-        header: What announced it.
+        samples: The batch's trajectories.
+        header: The batch's header.
         lineage: The epochs of the run.
-        objective: What the trainer minimizes.
+        objective: The objective for trajectories that name none.
         digests: Digest of each trajectory as it arrived.
-        named: What it minimizes for trajectories that name an objective, by its name.
+        named: The objectives for trajectories that name one, by name.
 
     Raises:
         ValueError: if the estimator cannot take these rewards.
@@ -532,10 +532,10 @@ def _is_late(decision: Decision) -> bool:
 
 
 def _estimators(header: trainer_pb2.BatchHeader, samples: Sequence[Sample]) -> dict[str, tuple[int, str]]:
-    """Return of each group the number of those that it is estimated with, and their estimator.
+    """Return, for each group, a number that the groups share with which it is estimated, and the estimator of these groups.
 
     Raises:
-        ValueError: if the header names some groups of the batch and not all of them, or one twice.
+        ValueError: if the header names only some groups of the batch, or a group twice.
     """
     named: dict[str, tuple[int, str]] = {}
     for number, each in enumerate(header.estimated_groups):
@@ -554,9 +554,9 @@ def _estimators(header: trainer_pb2.BatchHeader, samples: Sequence[Sample]) -> d
 
 
 def _estimated(decisions: Sequence[Decision], estimators: Mapping[str, tuple[int, str]]) -> list[Decision]:
-    """Estimate the advantages that are missing, and again those of the groups that lost an episode to staleness.
+    """Estimate missing advantages, and estimate again the advantages of groups that lost an episode to staleness.
 
-    Where an estimator scales by the whole batch, all groups that it estimates together are estimated again.
+    If the estimator scales by the whole batch, all groups that it estimates together are estimated again.
     """
     values: dict[str, Advantage] = {}
     again: set[str] = set()
@@ -574,7 +574,7 @@ def _estimated(decisions: Sequence[Decision], estimators: Mapping[str, tuple[int
 
 
 def _with_advantages(decision: Decision, by_episode: Mapping[str, Advantage], again: set[str]) -> Decision:
-    """Add the advantages that are missing, and replace those of the groups that are estimated again."""
+    """Add missing advantages, and replace the advantages of groups that are estimated again."""
     sequence = decision.sequence
     if sequence is None or (decision.sample.has_advantages and sequence.group_id not in again):
         return decision
@@ -645,10 +645,10 @@ def token_staleness(
     """Return the staleness of each trained token.
 
     Args:
-        spans: Versions of the trained tokens; starts are counted in trained tokens, the first one is 0.
-        trained_tokens: Their number.
+        spans: Versions of the trained tokens. Starts are counted in trained tokens; the first is 0.
+        trained_tokens: Number of trained tokens.
         lineage: The epochs of the run.
-        now: Version of the weights that the batch is applied to.
+        now: Version of the weights to which the batch is applied.
     """
     if trained_tokens == 0:
         return np.zeros(0, dtype=np.int64)

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Run jobs one after another in the one thread that uses the model: PyTorch blocks, and the event loop must not.
+    """Run jobs one after another in the only thread that uses the model: PyTorch blocks, and the event loop must not block.
 
     The thread is a daemon: a job that hangs in a kernel cannot be ended, and must not keep the process from exiting.
     """
@@ -32,11 +32,11 @@ class ComputeThread:
 
         Args:
             work: The job. It is never cancelled half-way; if the caller is cancelled before it begins, it is skipped.
-            deadline_s: Seconds to wait, including for the jobs before it.
+            deadline_s: Seconds to wait, including the wait for earlier jobs.
             what: Name of the job, for the error.
 
         Raises:
-            SluiceError: DEADLINE_EXCEEDED if it takes longer. The job continues, and later jobs wait for it.
+            SluiceError: DEADLINE_EXCEEDED if it takes longer. A running job continues, and later jobs wait for it.
         """
         future: Future[Result] = Future()
         self._jobs.put((future, work))
@@ -48,7 +48,7 @@ class ComputeThread:
                 future.cancel()
                 awaited.cancel()  # a running job continues; its outcome is dropped
             elif not awaited.cancelled():
-                awaited.exception()  # heard, also if the caller was cancelled meanwhile
+                awaited.exception()  # read it even if the caller was cancelled, so that asyncio does not complain
         if awaited.cancelled():
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -58,7 +58,7 @@ class ComputeThread:
         return awaited.result()
 
     async def stop(self, timeout_s: float) -> bool:
-        """Stop after the running job. Return whether the thread ended in time."""
+        """Stop after the jobs that are queued. Return whether the thread ended in time."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""One process's learning: restore, apply a batch, encode, save, on the rank that leads and on those that follow.
+"""Training in one process: restore, apply a batch, encode, save. The code for rank 0, which leads, and for the ranks that follow.
 
 A `Learner` blocks. The `ComputeThread` runs its calls one after another, so that version and weights never disagree.
 """
@@ -67,7 +67,7 @@ from trainer_svc.update.policy import PolicyUpdate, Updated, load_frozen
 from weightsync.publisher import AdapterUpdate, PolicyPublisher, Update
 
 FOR_GOOD_S = 366 * 86400.0
-"""Seconds that a rank may serve, a year: each command has a deadline of its own, their number has no bound."""
+"""Seconds that a rank may serve rank 0: a year. Each command has its own deadline, but their number is not limited."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,9 +77,9 @@ class Applied:
     """The outcome of applying a batch.
 
     Attributes:
-        record: What became of the batch and of each trajectory, as it is on disk.
-        metrics: The optimizer steps; None if nothing was left to train.
-        skipped_steps: Optimizer steps that were skipped as not finite.
+        record: The outcome of the batch and of each trajectory, as it is on disk.
+        metrics: Report of the optimizer steps; None if nothing was left to train.
+        skipped_steps: Optimizer steps that were skipped because loss or gradient was not finite.
     """
 
     record: checkpoint_pb2.BatchRecord
@@ -93,9 +93,9 @@ class Restored:
     """The state that an epoch begins from.
 
     Attributes:
-        origin: Version that the restored checkpoint was written at; (0, 0) for the base model.
+        origin: Version at which the restored checkpoint was written; (0, 0) for the base model.
         last_batch_id: Last batch that the weights hold; empty for the base model.
-        held: The newest batches that the weights hold, oldest first, as far as the record on disk has them.
+        held: The newest batches that the weights hold and that are in the record on disk, oldest first.
     """
 
     version: Version
@@ -119,9 +119,9 @@ class Learner:
 
     Args:
         common: The run's settings.
-        config: The trainer's.
+        config: The trainer's settings.
         mesh: The ranks that train together.
-        ranks: The other ranks, which carry out this one's commands; None: there is none, or this rank follows.
+        ranks: The other ranks, which carry out the commands of this one; None if there are none, or if this rank follows.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Learner:
         self.shortages = MemoryShortages(common.run_dir / "trainer", mesh.rank)
         self.version = BASE
         self.made_as = BASE
-        """Version under which the weights were made: as `version`, or until an epoch's first batch the one that it began from."""
+        """Version under which the weights were made. Until an epoch's first batch that is the epoch's origin, then `version`."""
         self.last_batch_id = ""
         self.newest_checkpoint: Checkpoint | None = None
         self.tokenizer_digest = ""
@@ -167,7 +167,7 @@ class Learner:
 
     @property
     def position(self) -> Position:
-        """What rank 0 alone counts; the other ranks set it to what rank 0 says."""
+        """State that only rank 0 keeps up to date; the other ranks take it from the commands of rank 0."""
         return Position(self.version, self.made_as, self.last_batch_id)
 
     @position.setter
@@ -196,7 +196,7 @@ class Learner:
             self._chat_template = template_text(self.common.chat_template)
             self._frozen = load_frozen(self.config, self.common.model, mesh=self.mesh)
             self._make_abandonable(self._frozen.values())
-            self._load_base()  # last, so that the generators are in the state of the run's seed
+            self._load_base()  # last, so that the random generators are in the state of the run's seed
             tokenizer = AutoTokenizer.from_pretrained(self.common.model)
             set_chat_template(tokenizer, self._chat_template, arguments)
         self.tokenizer_digest = tokenizer_digest(tokenizer, arguments)
@@ -212,12 +212,12 @@ class Learner:
         """Begin an epoch from a checkpoint.
 
         Args:
-            epoch: Its number.
-            checkpoint: Its name; empty for the newest one that is whole, or for the base model if the run has no checkpoint.
+            epoch: Number of the epoch.
+            checkpoint: Name of the checkpoint; empty for the newest whole one, or for the base model if the run has no checkpoint.
 
         Raises:
-            SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged, or those of all
-                checkpoints if none is named; nothing has changed then.
+            SluiceError: NOT_FOUND if there is no such checkpoint; DATA_LOSS if the files of the named checkpoint are damaged, or of
+                all checkpoints if none is named. Nothing has changed then.
         """
         self._abandoned.clear()
         try:
@@ -236,11 +236,11 @@ class Learner:
         return Restored(self.version, origin, self.last_batch_id, tuple(held))
 
     def restore_first_whole(self, epoch: int, names: Sequence[str]) -> tuple[Version, str]:
-        """Begin an epoch from the first of some checkpoints that is whole; from the base model if none is named.
+        """Begin an epoch from the first whole checkpoint of `names`; from the base model if `names` is empty.
 
         Returns:
-            The version that the epoch begins from, and an empty text; or, on every rank, what is wrong with the last one if
-            all are damaged. The version is then as before.
+            The version from which the epoch begins, and an empty text. If all checkpoints are damaged: `BASE`, and on every rank
+            what is wrong with the last one. `self.version` is unchanged then.
         """
         manifest, damage = None, ""
         for place, name in enumerate(names):
@@ -265,9 +265,9 @@ class Learner:
         """Train on a batch and record it. The version advances even if every step was skipped.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION if the steps made weights that are not finite, or ran out of memory in the middle. The
-                batch does not count as applied, and the weights are neither published nor written; an epoch has to begin from
-                weights before it.
+            SluiceError: FAILED_PRECONDITION if the steps made weights that are not finite, or memory ran out in the middle. Then the
+                batch does not count as applied, the weights are neither published nor written, and a new epoch has to begin from
+                weights before the batch.
         """
         start = perf_counter()
         updated, trained = None, np.zeros((0, 2), np.int64)
@@ -302,7 +302,7 @@ class Learner:
             )
 
     def _train_on_all_ranks(self, batch_id: str, sequences: Sequence[TrainingRow]) -> tuple[Updated, NDArray[np.int64]]:
-        """Train on a batch. Return what was done, and `Updated.rows` in the batch's order."""
+        """Train on a batch. Return the outcome, and `Updated.rows` of all ranks in the batch's order."""
         halved = self.shortages.halves(batch_id)
         if self.ranks is None:
             try:
@@ -321,13 +321,13 @@ class Learner:
         Args:
             batch_id: The batch.
             rows: This rank's rows.
-            halved: Whether half of the token budget holds.
+            halved: Whether to train with half of the token budget.
 
         Returns:
-            What was done, and `Updated.rows` of all data-parallel ranks, in their order.
+            The outcome, and `Updated.rows` of all data-parallel ranks, in the order of ranks.
 
         Raises:
-            MemoryShortError: if this rank ran out of memory in the middle, which is noted for the next epoch.
+            MemoryShortError: if memory ran out and the pass could not be repeated. This is noted for the next epoch.
         """
         self._is_base = False
         try:
@@ -342,7 +342,7 @@ class Learner:
         raise short
 
     def _short(self, error: Exception) -> MemoryShortError:
-        """Return what to say of memory that ran out beside a pass over rows."""
+        """Return the error to raise if memory ran out outside of a pass over rows."""
         return MemoryShortError(f"memory ran out ({first_line(error)}): {REMEDY}", at_half=self.engine.budget.halved)
 
     @property
@@ -351,13 +351,13 @@ class Learner:
         return str(self.engine.network.compute_dtype).removeprefix("torch.")
 
     def _with_precision(self, metrics: StepMetrics, sampled: str) -> StepMetrics:
-        """Add whether the engine's weights have another precision than the forward pass; nothing if that is not known."""
+        """Add the metric whether the engine's weights have another precision than the forward pass, if `sampled` is known."""
         if not sampled:
             return metrics
         return replace(metrics, measured={**metrics.measured, "precision_differs": float(sampled != self.computes_in)})
 
     def _advise(self, metrics: StepMetrics, batch: Batch) -> None:
-        """Warn once about each setting that a step shows to be a poor choice."""
+        """Warn about settings that a step shows to be poor choices, once about each."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self.publish_dtype)
         oldest = batch.oldest
         objective = self.update.objective.resolved
@@ -374,19 +374,19 @@ class Learner:
                 self._advised.add(kind)
 
     def abandon(self) -> None:
-        """End the running step at its next forward pass, without applying its batch, and any later step before `restore`.
+        """End the running step at its next forward pass, without applying its batch, and likewise any later step before `restore`.
 
-        This is the only method that another thread may call. With several ranks the step runs to its end, because the
-        ranks would leave it at different places.
+        This is the only method that another thread may call. With several ranks the step runs to its end, because the ranks
+        would stop at different places.
         """
         if self.ranks is None:
             self._abandoned.set()
 
     def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Update | AdapterUpdate:
-        """Encode the weights for publication, compared with the version before; or the adapter, if the replicas have its base.
+        """Encode the weights for publication, compared with the previous version; or only the adapter, unless it is merged.
 
         Raises:
-            SluiceError: DEADLINE_EXCEEDED if the push of the version before takes longer than `deadline_s`.
+            SluiceError: DEADLINE_EXCEEDED if the push of the previous version takes longer than `deadline_s`.
         """
         with self._on_all_ranks(Encode(self.position, deadline_s)):
             adapter, dtype = self.engine.adapter, self.publish_dtype
@@ -396,12 +396,12 @@ class Learner:
             return AdapterUpdate(self.version, adapter.tensors(dtype), adapter.settings)
 
     def begin_save(self, journal_position: int) -> Future[Checkpoint]:
-        """Copy the state on every rank and write it in the background, if there is no checkpoint of it.
+        """Copy the state on every rank and write it in the background, unless a checkpoint of it exists.
 
-        The checkpoint is that of the version under which its last batch is recorded: an epoch without a batch adds none.
+        The checkpoint is named after the version under which its last batch is recorded, so an epoch without batches adds none.
 
         Returns:
-            The checkpoint, when its manifest is on disk, or what went wrong.
+            A future of the checkpoint. It is done when the manifest is on disk, or when writing has failed.
         """
         done: Future[Checkpoint] = Future()
         done.set_running_or_notify_cancel()
@@ -450,13 +450,13 @@ class Learner:
         done.set_result(checkpoint)
 
     def _choose(self, name: str) -> list[str]:
-        """Return the names of the checkpoints to try: the named one, else all that training may continue from, newest first.
+        """Return the names of the checkpoints to try: the named one, else all from which training may continue, newest first.
 
         Raises:
-            SluiceError: NOT_FOUND if there is none of this name, UNAVAILABLE if one is being written for too long.
+            SluiceError: NOT_FOUND if there is no checkpoint of this name, UNAVAILABLE if writing a checkpoint takes too long.
         """
         try:
-            self.checkpoints.saver.wait()  # it may be the one to restore
+            self.checkpoints.saver.wait()  # the checkpoint being written may be the one to restore
         except TimeoutError as error:
             raise SluiceError.unavailable("CHECKPOINT_DEADLINE", str(error), retry_after_s=60.0) from error
         if not name:
@@ -474,13 +474,13 @@ class Learner:
 
     def _restore_base(self) -> None:
         if not self._is_base:
-            self._update = None  # frees its memory before the next one is loaded
+            self._update = None  # frees the memory of the old networks before the new ones are loaded
             self._load_base()
         self.engine.optimizer.changed_lr = None
 
     def _load_base(self) -> None:
         if self.common.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat its sums
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it for repeatable sums
             torch.use_deterministic_algorithms(True)
         update = PolicyUpdate.load(
             self.config,
@@ -492,7 +492,7 @@ class Learner:
         )
         self._update = update
         self._make_abandonable(update.engines.values())
-        # Rows without an advantage are not forwarded in the steps, but are in the passes before them.
+        # Rows without an advantage are not forwarded in the optimizer steps, but in the passes before them.
         objectives = [each.resolved for each in update.objectives.values()]
         left_out = not any(each.runs_estimator or each.needs_proximal for each in objectives)
         self._balance = partial(
@@ -547,9 +547,9 @@ def _unreadable(what: str, error: OSError) -> SluiceError:
 
 
 class FollowingRank:
-    """Carry out the commands of rank 0 in their order, on every other rank, until rank 0 says stop or is gone.
+    """On every other rank, carry out the commands of rank 0 in order, until rank 0 sends `Stop` or is gone.
 
-    Commands that compute run in the compute thread, publications beside them.
+    Commands that compute run in the compute thread; publications run concurrently.
     """
 
     def __init__(self, learner: Learner, link: RankLink, publisher: PolicyPublisher) -> None:
@@ -557,13 +557,13 @@ class FollowingRank:
         self._encoded: Update | AdapterUpdate | None = None
 
     async def run(self, compute: ComputeThread) -> int:
-        """Carry out commands until rank 0 says stop.
+        """Carry out commands until rank 0 sends `Stop`.
 
         Returns:
-            The exit code that rank 0 says.
+            The exit code in `Stop`.
 
         Raises:
-            Exception: the failure of a command, which rank 0 knows.
+            Exception: the failure of a command, which was reported to rank 0.
         """
         computing = compute.run(self._compute, deadline_s=FOR_GOOD_S, what="serving rank 0")
         async with asyncio.TaskGroup() as tasks:
@@ -606,7 +606,7 @@ class FollowingRank:
                 assert_never(command)
 
     async def _publish(self) -> None:
-        """Push this rank's part whenever rank 0 pushes its own. Rank 0 has the same outcome and decides what follows from it."""
+        """Push this rank's part whenever rank 0 pushes its own. Rank 0 sees the same outcome and decides how to continue."""
         while isinstance(command := await asyncio.to_thread(self._link.next, "publish"), Publish):
             update = self._encoded
             if update is None or update.version != command.version:

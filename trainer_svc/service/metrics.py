@@ -52,11 +52,11 @@ CHECKPOINTS = Counter("sluice_trainer_checkpoints", "Checkpoints by outcome.", (
 
 
 def observe_step(metrics: StepMetrics | None, between: Mapping[str, float]) -> None:
-    """Add a step.
+    """Add a step to the metrics.
 
     Args:
-        metrics: Of its optimizer steps; None if nothing was left to train.
-        between: Seconds by phase that passed beside the step.
+        metrics: Report of the optimizer steps; None if nothing was left to train.
+        between: Seconds by phase, for phases between the steps.
     """
     LAST_STEP.set(time.time())
     phases = dict(between)
@@ -78,7 +78,7 @@ def observe_step(metrics: StepMetrics | None, between: Mapping[str, float]) -> N
 
 
 def observe_checkpoint(*, written: bool) -> None:
-    """Add a checkpoint, or one that could not be written."""
+    """Count a checkpoint, as written or failed."""
     CHECKPOINTS.labels("written" if written else "failed").inc()
     if written:
         CHECKPOINT.set(time.time())

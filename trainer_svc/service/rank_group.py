@@ -29,7 +29,7 @@ from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.mesh import Mesh
 
 OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
-"""Errors after which ranks do different things: one is gone, or it is not known how far the others are."""
+"""Errors that leave ranks at different commands: a rank is gone, or its progress is unknown."""
 
 Assign: TypeAlias = Callable[[Sequence[TrainingRow], int], list[list[int]]]
 """Takes rows and the number of data-parallel ranks; returns the places of each rank's rows."""
@@ -37,12 +37,12 @@ Assign: TypeAlias = Callable[[Sequence[TrainingRow], int], list[list[int]]]
 log = structlog.get_logger(__name__)
 
 
-# What rank 0 has the others do.
+# The commands that rank 0 posts for the other ranks.
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What rank 0 alone counts: the version of the weights, the one that they were made as, and the last batch in them."""
+    """State that only rank 0 keeps up to date: see `version`, `made_as` and `last_batch_id` of `Learner`."""
 
     version: Version
     made_as: Version
@@ -56,7 +56,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Begin an epoch from the first of some checkpoints that is whole."""
+    """Begin an epoch from the first whole checkpoint of a list."""
 
     position: Position
     epoch: int
@@ -65,7 +65,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Train on this rank's rows of a batch, which come next."""
+    """Train on this rank's rows of a batch. The rows are sent right after the command."""
 
     batch_id: str
     halved: bool
@@ -90,7 +90,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Push this rank's part of the version that was encoded last."""
+    """Push this rank's part of the last encoded version."""
 
     version: Version
     deadline_s: float
@@ -106,7 +106,7 @@ class Stop:
 Command: TypeAlias = Load | Restore | Train | Encode | Save | Publish | Stop
 
 MAY_FAIL = (Save,)
-"""Commands after whose failure the ranks stay together, because it is a failure of all."""
+"""Commands that may fail without breaking the group, because they fail on all ranks."""
 
 _KINDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
 
@@ -118,7 +118,7 @@ def encode_command(command: Command) -> str:
 
 
 def decode_command(text: str | bytes) -> Command:
-    """Read what `encode_command` returned.
+    """Decode the result of `encode_command`.
 
     Raises:
         RuntimeError: if this release does not know the command, or one of its fields.
@@ -144,7 +144,7 @@ class Assignment:
 
 
 class RankGroup:
-    """The ranks of a trainer with several, as rank 0 leads them.
+    """The ranks of a trainer that has several, led by rank 0.
 
     Args:
         link: To the other ranks.
@@ -160,15 +160,15 @@ class RankGroup:
     def on_all_ranks(
         self, command: Command, rows: Sequence[TrainingRow] | None = None, *, assign: Assign = balance
     ) -> Iterator[Assignment]:
-        """Run a command on every rank: the others carry it out, this rank runs the body of the block.
+        """Run a command on every rank: the other ranks carry it out, this rank runs the body of the `with` block.
 
         Args:
-            command: What the others do.
+            command: The command for the other ranks.
             rows: Rows to distribute over the data-parallel ranks.
             assign: Decides which rank gets which rows.
 
         Yields:
-            Which rows are whose.
+            The rows of this rank, and which rank has which rows.
 
         Raises:
             SluiceError: UNAVAILABLE RANK_LOST if another rank failed or did not answer in time.
@@ -195,7 +195,7 @@ class RankGroup:
             raise failure
 
     def publish(self, version: Version, deadline_s: float) -> None:
-        """Have the other ranks publish the version that was encoded last, beside this one."""
+        """Have the other ranks publish the last encoded version, concurrently with this rank."""
         self._link.post("publish", Publish(version, deadline_s))
 
     def stop_others(self, exit_code: int) -> None:
@@ -211,7 +211,7 @@ class RankGroup:
         """Note that the ranks cannot continue.
 
         Returns:
-            What to raise: the error itself if it says everything.
+            The error to raise: `error` itself, or RANK_LOST with its reason.
         """
         if self.broken is None:
             self.broken = _explain(error, self._link)
@@ -248,7 +248,7 @@ def _lost(reason: str) -> SluiceError:
 # The connection between the ranks.
 
 Stream: TypeAlias = Literal["compute", "publish"]
-"""Commands of one stream run one after another; the two streams run side by side."""
+"""Commands of one stream run one after another; the two streams run concurrently."""
 
 _STREAMS: tuple[Stream, ...] = get_args(Stream)
 
@@ -256,7 +256,7 @@ IDLE = timedelta(hours=1)
 """Longest single wait for a command; a rank then waits again."""
 
 PUBLISHES_KEPT = 2
-"""Publish commands that stay in the store: all ranks push together, so none is more than one command behind."""
+"""Publish commands that are kept in the store. All ranks push together, so no rank is more than one command behind."""
 
 _FAILURE = "failure"
 
@@ -266,9 +266,9 @@ class RankFailedError(Exception):
 
 
 class RankLink:
-    """One rank's connection to the others: commands through a store of keys, rows as bytes through a gloo group.
+    """One rank's connection to the others: commands through a key-value store, rows as bytes through a gloo group.
 
-    All ranks build theirs at the same time. Commands go through a `TCPStore` of rank 0, where a rank may wait as long as it likes:
+    All ranks create their links at the same time. Commands go through a `TCPStore` of rank 0, where a rank can wait without a limit;
     a collective would time out while a run pauses. When rank 0 ends, the wait ends at once.
 
     Args:
@@ -281,12 +281,12 @@ class RankLink:
         self._timeout = timedelta(seconds=timeout_s)
         self._group = mesh.everyone
         self.publishing = dist.new_group(backend="gloo", timeout=self._timeout)
-        """Group of the publishers, whose exchanges run beside the commands."""
+        """Group of the publishers, whose exchanges run concurrently with the commands."""
         self._stores: dict[Stream, dist.TCPStore] = self._open_stores()
         self._numbers: dict[Stream, int] = {"compute": 0, "publish": 0}
 
     def _open_stores(self) -> dict[Stream, dist.TCPStore]:
-        """Open a connection per stream: a waiting connection blocks every other use of it."""
+        """Open a connection per stream, because a connection that waits cannot be used for anything else."""
         host = os.environ["MASTER_ADDR"]
         port = torch.zeros(1, dtype=torch.int64)
         held = None
@@ -326,7 +326,7 @@ class RankLink:
                 store.wait([key], IDLE)
                 text = store.get(key)
             except dist.DistStoreError:
-                continue  # no command within the longest single wait
+                continue  # no command came within `IDLE`
             except RuntimeError as error:
                 first_line = str(error).partition("\n")[0]
                 raise RankFailedError(f"rank 0 is gone ({first_line})") from error
@@ -359,7 +359,7 @@ class RankLink:
         """Wait until every rank has carried out a command.
 
         Raises:
-            RankFailedError: if one failed, or did not answer in time.
+            RankFailedError: if a rank failed, or did not answer in time.
         """
         store = self._stores["compute"]
         keys = [_done(number, rank) for rank in self.others]
@@ -419,7 +419,7 @@ ROWS = "rows"
 """Metadata key of the fields that are not tensors."""
 
 HOLDERS = "rows."
-"""Prefix of the tensor that says which rows have a column, if not all do."""
+"""Prefix of the name of a tensor that marks which rows have a column, if not all rows have it."""
 
 
 def encode_rows(rows: Sequence[TrainingRow]) -> bytes:
@@ -447,13 +447,13 @@ def encode_rows(rows: Sequence[TrainingRow]) -> bytes:
 
 
 def decode_rows(data: bytes) -> list[TrainingRow]:
-    """Decode what `encode_rows` returned.
+    """Decode the result of `encode_rows`.
 
     Raises:
         ValueError: if the bytes are not encoded rows.
     """
     try:
-        (length,) = struct.unpack_from("<Q", data)  # the header, which the library reads from paths only
+        (length,) = struct.unpack_from("<Q", data)  # the header: safetensors can only read it from files
         plain = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ROWS])
         lengths = [row.pop("tokens") for row in plain]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:

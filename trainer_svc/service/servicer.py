@@ -1,4 +1,4 @@
-"""TrainerService on the wire, and how a batch arrives: receive it, check it, decide what is trained, and queue it."""
+"""The gRPC TrainerService. A batch that arrives is received, checked, reduced to the tokens that are trained, and queued."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from trainer_svc.service.trainer import Trainer
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 PAGE_SIZE = 100
+"""Checkpoints per page if the caller does not set a size."""
+
 MAX_REASON = 1024
-"""Characters that may say why a checkpoint is kept."""
-"""Checkpoints per page where the caller does not say."""
+"""Most characters of the reason for keeping a checkpoint."""
 
 MAX_STREAMS = 2
-"""Batches that may arrive at once: one, and a repeat while the server has not yet noticed that the first broke."""
+"""Batches that may arrive at once: one, and its retry while the server has not noticed yet that the first stream broke."""
 
 RETRY_AFTER_S = 0.5
 """Seconds that a client should wait before it retries: a fraction of a short step."""
@@ -70,7 +71,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def SubmitBatch(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[SubmitBatchRequest], context: Context
     ) -> SubmitBatchResponse:
-        """Receive a batch, a header and then trajectories in parts, and queue it."""
+        """Receive a batch (a header, then trajectories in parts), and queue it."""
         del context
         if self._streams >= MAX_STREAMS:
             raise SluiceError.resource_exhausted(
@@ -98,7 +99,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._check_run(header.run)
         ticket = _ticket(header)
         with _typed_refusal():
-            admission.check(ticket)  # refuse what cannot enter before its trajectories arrive
+            admission.check(ticket)  # refuse the batch before its trajectories are sent
         check_header(header, self._trainer.config)
         trajectories = await receive(header, requests)
         digests = await asyncio.to_thread(lambda: [trajectory_digest(each) for each in trajectories])
@@ -219,8 +220,8 @@ def admitted(
     """Convert the trajectories of a batch to training rows, and decide which are trained. Blocks.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT with what is wrong, by field; its metadata names the trajectories at fault. FAILED_PRECONDITION
-            if the settings of both sides are at fault, and not the trajectories.
+        SluiceError: INVALID_ARGUMENT with the faults by field; its metadata names the trajectories at fault. FAILED_PRECONDITION if
+            not the trajectories are at fault but the settings of orchestrator or trainer.
     """
     objectives = config.all_objectives
     expected = {name: _expectations(header, config, each, vocabulary) for name, each in objectives.items()}
@@ -270,7 +271,7 @@ def _ticket(header: trainer_pb2.BatchHeader) -> Ticket:
 
 
 def _own_estimator(config: TrainerConfig) -> str:
-    """Return the estimator that the update runs; empty if advantages come with the batch or from rewards alone."""
+    """Return the estimator that the update runs; empty if advantages come with the batch or need only rewards."""
     objective = config.objective.resolved
     return objective.advantage if objective.runs_estimator else ""
 
@@ -289,7 +290,7 @@ def _expectations(
 
 
 def check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> None:
-    """Check what announces a batch.
+    """Check the header of a batch.
 
     Raises:
         SluiceError: INVALID_ARGUMENT.
@@ -330,7 +331,7 @@ def check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> None
 
 @contextmanager
 def _typed_refusal() -> Iterator[None]:
-    """Raise a refusal of the admission with its status code."""
+    """Turn a RefusedError of the admission into a SluiceError with its status code."""
     try:
         yield
     except RefusedError as refusal:
@@ -344,7 +345,7 @@ def _typed_refusal() -> Iterator[None]:
 async def receive(
     header: trainer_pb2.BatchHeader, requests: AsyncIterator[SubmitBatchRequest]
 ) -> list[tokens_pb2.Trajectory]:
-    """Return the trajectories that follow a header; those that came in parts are whole.
+    """Return the trajectories that follow a header. Join trajectories that came in parts.
 
     Raises:
         SluiceError: INVALID_ARGUMENT, or DATA_LOSS if some are missing.

@@ -1,4 +1,4 @@
-"""The life of a trainer: load the model, begin an epoch, train its batches and report each step, save checkpoints between them."""
+"""The life of a trainer: load the model, begin an epoch, train its batches, report each step, and save checkpoints between batches."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from trainer_svc.service.rank_group import OUT_OF_STEP
 from weightsync.publisher import AdapterUpdate, PolicyPublisher, PushReport, Update
 
 _OF_A_STEP = (trainer_pb2.TRAINER_PHASE_TRAINING, trainer_pb2.TRAINER_PHASE_SAVING)
-"""What a drain lets end. A version that is not published yet is published again after a restart; but a checkpoint that is due comes
-after the publication of its step."""
+"""Phases that a drain waits for. It does not wait for a publication, which is repeated after a restart, unless a checkpoint is due:
+that begins only after the publication of its step."""
 
 log = structlog.get_logger(__name__)
 
 
 class Trainer:
-    """One policy and the epoch that trains it. Runs on one event loop; what blocks runs in the compute thread.
+    """One policy and the epoch that trains it. It runs on one event loop; blocking work runs in the compute thread.
 
     Args:
         learner: The policy.
-        publisher: Pushes its versions to weight sync.
+        publisher: Pushes the policy's versions to weight sync.
         compute: The thread that runs the learner; None: a new one.
-        drain: Whether the service leaves: then no further batch is trained.
+        drain: Tells whether the service is draining. Then no further batch is trained.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trainer:
         self.admission: Admission[Batch] | None = None
         """The order and the queue of batches; None until the model is loaded."""
         self.steps: StepLog | None = None
-        """The reports of the present epoch; None before the first."""
+        """The reports of the present epoch; None before the first epoch."""
         self._compute = compute or ComputeThread()
         self.checkpoints = CheckpointWriter(learner, self._compute)
         self._publisher = publisher
@@ -99,7 +99,7 @@ class Trainer:
 
     @property
     def left(self) -> dict[str, int]:
-        """What is under way that a drain waits for."""
+        """Number of steps and of checkpoints in progress that a drain waits for."""
         trains = self._training is not None and not self._training.done()
         trains = trains and (self._doing in _OF_A_STEP or self._checkpoint_is_due)
         return {"steps": int(trains), "checkpoints": int(self.checkpoints.active)}
@@ -117,7 +117,7 @@ class Trainer:
             yield "an orchestrator that begins an epoch"
 
     def scrape(self) -> Iterator[Metric]:
-        """Yield its state as Prometheus metrics."""
+        """Yield the trainer's state as Prometheus metrics."""
         phases = trainer_pb2.TrainerPhase
         named = {
             name.removeprefix("TRAINER_PHASE_").lower(): float(phases.Value(name) == self.phase)
@@ -174,11 +174,11 @@ class Trainer:
         """Restore a checkpoint, publish it as the epoch's first version, and accept batches.
 
         Args:
-            epoch: Newer than every epoch of the run, or the present one, which answers again.
+            epoch: A number above every epoch of the run, or the present epoch: then the answer is repeated.
             checkpoint: Name of the checkpoint; empty for the newest one, or the base model.
 
         Raises:
-            SluiceError: as the contract says of BeginEpoch.
+            SluiceError: as documented for the RPC BeginEpoch.
         """
         self._loaded()
         if (ranks := self.learner.ranks) is not None and ranks.broken is not None:
@@ -192,7 +192,7 @@ class Trainer:
             opening = asyncio.create_task(self._open(epoch, checkpoint))
             discard_outcome(opening)
             self._opening = (epoch, opening)
-        # A caller that is cancelled does not stop the opening; a repeated call for the same epoch waits for it.
+        # If the caller is cancelled, the opening continues. A repeated call for the same epoch waits for it.
         restored = await asyncio.shield(opening)
         if self._failure is not None and epoch == self.learner.version.epoch:
             raise _failed(self._failure)
@@ -211,10 +211,10 @@ class Trainer:
     async def _open(self, epoch: int, checkpoint: str) -> Restored:
         await self._close()
         deadlines = self.config.deadlines
-        await self.checkpoints.settled(deadlines.save_s)  # it may be the checkpoint to restore
+        await self.checkpoints.settled(deadlines.save_s)  # the one being written may be the one to restore
         restored = await self._compute.run(
             partial(self.learner.restore, epoch, checkpoint),
-            deadline_s=deadlines.step_s + deadlines.load_s,  # a step of the epoch before may still be running
+            deadline_s=deadlines.step_s + deadlines.load_s,  # a step of the previous epoch may still be running
             what="restoring the checkpoint",
         )
         update = await self._compute.run(
@@ -233,7 +233,7 @@ class Trainer:
         admission = self.accepting()
         self.steps = StepLog(restored.version.number, map(_recorded, restored.held))
         admission.open(restored.version, restored.known)
-        # An empty context: the epoch outlives the request that began it, whose id must not appear in its logs and calls.
+        # An empty context: the epoch outlives the request that began it, and the request's id must not appear in its logs and calls.
         self._training = asyncio.create_task(self._run(admission, self.steps), context=contextvars.Context())
         self._training.add_done_callback(self._ended)
         log.info("epoch began", version=str(restored.version), origin=str(restored.origin))
@@ -257,7 +257,7 @@ class Trainer:
         self._end_epoch(_failed(self._failure))
 
     async def _close(self) -> None:
-        """End the present epoch. The orchestrator sends its queued batches again in the next one."""
+        """End the present epoch. The orchestrator sends the queued batches again in the next epoch."""
         training, self._training = self._training, None
         self.learner.abandon()
         if training is not None:
@@ -271,7 +271,7 @@ class Trainer:
         self._failure = None
 
     def _end_epoch(self, reason: SluiceError) -> None:
-        """Train and accept no more batches, and tell those who watch steps why."""
+        """Stop training and accepting batches, and tell the watchers of steps why."""
         self.learner.abandon()
         if self.admission is not None:
             self.admission.close()
@@ -282,7 +282,7 @@ class Trainer:
         """Give up the rank group after an error that leaves its ranks at different commands.
 
         Raises:
-            SluiceError: UNAVAILABLE, if several ranks have to start again.
+            SluiceError: UNAVAILABLE if there are several ranks, which have to start again.
         """
         ranks = self.learner.ranks
         if ranks is not None and error.reason in OUT_OF_STEP:
@@ -292,7 +292,7 @@ class Trainer:
         """Write a checkpoint between two batches.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION without an epoch, UNAVAILABLE if the ranks are out of step, otherwise as
+            SluiceError: FAILED_PRECONDITION without an epoch, UNAVAILABLE if the ranks are out of step, otherwise as in
                 `CheckpointWriter.save`.
         """
         if self.accepting().version is None:
@@ -304,10 +304,10 @@ class Trainer:
             raise
 
     async def stop(self, grace_s: float) -> bool:
-        """End the epoch: abandon a step; give other work of the compute thread and a checkpoint `grace_s` seconds to end.
+        """End the epoch. Abandon a running step; give other work of the compute thread and a checkpoint `grace_s` seconds to end.
 
         Returns:
-            Whether the threads ended. If not, the interpreter must not be finalised while they run.
+            Whether the threads ended. If not, the interpreter must not be finalised, because they still run.
         """
         if self._opening is not None and not self._opening[1].done():
             self._opening[1].cancel()
@@ -322,22 +322,22 @@ class Trainer:
         """Train and publish until cancelled.
 
         Raises:
-            SluiceError: what ended the epoch: a version could not be published, a step took too long, or too many batches
-                in a row had a step that was not finite.
+            SluiceError: the error that ended the epoch: a version could not be published, a step took too long, or too many
+                batches in a row had a step that was not finite.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._train(admission, steps, tasks))  # a task, so that errors come in their order
+                tasks.create_task(self._train(admission, steps, tasks))  # a task, so that errors keep their order
         except ExceptionGroup as group:
             error: Exception = group
             while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]  # the first; it caused the others
+                error = error.exceptions[0]  # the first error caused the others
             raise error from group
 
     async def _train(self, admission: Admission[Batch], steps: StepLog, pushes: asyncio.TaskGroup) -> None:
         """Apply batches in order. Report each step, publish its version, and save a checkpoint if one is due.
 
-        The next batch is trained while a version is pushed; its weights are encoded when that push has ended.
+        The next batch is trained while a version is pushed. The weights of the next version are encoded after that push has ended.
         """
         push_wait_s, skipping, pushing = 0.0, 0, None
         while True:
@@ -363,7 +363,7 @@ class Trainer:
             self._doing = trainer_pb2.TRAINER_PHASE_PUBLISHING
             waiting = perf_counter()
             if pushing is not None:
-                await asyncio.wait({pushing})  # its failure ends the group; its deadline bounds the wait
+                await asyncio.wait({pushing})  # a failed push ends the group; the push's deadline bounds the wait
             push_wait_s = perf_counter() - waiting
             comparing = perf_counter()
             update = await self._compute.run(
@@ -380,10 +380,10 @@ class Trainer:
                 self._checkpoint_is_due = False
 
     async def _publish(self, update: Update | AdapterUpdate) -> None:
-        """Push a version, after the one before: the publisher's copy of the weights holds one.
+        """Push a version after the previous push has ended: the publisher has room for one version.
 
         Raises:
-            SluiceError: what the push failed with at last.
+            SluiceError: the last error of the push.
         """
         deadline_s = self.config.deadlines.push_s
         try:
@@ -402,7 +402,7 @@ class Trainer:
         """Return how many batches in a row had a skipped step.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION if they are too many.
+            SluiceError: FAILED_PRECONDITION if there are too many.
         """
         if not applied.skipped_steps:
             return 0
@@ -432,7 +432,7 @@ def _failed(cause: SluiceError) -> SluiceError:
 class CheckpointWriter:
     """Write one checkpoint at a time; the next begins when it is done.
 
-    The compute thread copies the state, between two batches. The files are written beside it.
+    The compute thread copies the state between two batches. The files are written in the background.
     """
 
     def __init__(self, learner: Learner, compute: ComputeThread) -> None:
@@ -501,7 +501,7 @@ class CheckpointWriter:
             )
 
     async def _begin(self, journal_position: int) -> asyncio.Task[Checkpoint]:
-        """Copy the state after the checkpoint before is written. The returned task ends when this one is written."""
+        """Copy the state after the previous checkpoint is written. The returned task ends when the new one is written."""
         async with self._beginning:
             await self.settled(self._deadlines.save_s)
             written = await self._compute.run(
@@ -545,25 +545,25 @@ def _step_report(
 ) -> StepReport:
     """Assemble and log the report of one step.
 
-    Its metrics are those of the batch (`Batch.metrics`), those of the optimizer steps (the fields of `StepMetrics`,
-    with ``/`` before a table's key), and:
+    Its metrics are the batch's (`Batch.metrics`), the optimizer steps' (the fields of `StepMetrics`, with ``/`` before a table's
+    key), and:
 
-        wait_batch_seconds, wait_push_seconds     for this batch; for the push of an earlier version
-        weights/diff_s, /push_s, /commit_s        the last push that ended: comparing with the version before, sending, committing
-        weights/bytes_sent, /dense_bytes          what travelled, and what a dense copy has
-        weights/changed_fraction                  values that differ from the version before, of those compared
-        weights/delta                             1 if the difference travelled, 0 for whole tensors
+        wait_batch_seconds, wait_push_seconds     waiting for this batch; for the push of an earlier version
+        weights/diff_s, /push_s, /commit_s        the last push that ended: comparing with the previous version, sending, committing
+        weights/bytes_sent, /dense_bytes          bytes that were sent, and bytes of a dense copy
+        weights/changed_fraction                  share of the compared values that differ from the previous version
+        weights/delta                             1 if the difference was sent, 0 if whole tensors were
 
     Args:
         batch: The batch.
-        applied: What applying it did.
+        applied: The outcome of applying it.
         batch_wait_s: Seconds until the batch arrived.
         push_wait_s: Seconds until the push of an earlier version had ended.
         pushed: The last push that ended; None before the first.
     """
     of_step = dict(applied.metrics.as_flat()) if applied.metrics is not None else {}
     for name in of_step.keys() & batch.metrics.keys():
-        if name.startswith("dropped_tokens/"):  # some were dropped on arrival, further ones in the step
+        if name.startswith("dropped_tokens/"):  # some were dropped on arrival, others in the step
             of_step[name] += batch.metrics[name]
     metrics = {**batch.metrics, **of_step, "wait_batch_seconds": batch_wait_s, "wait_push_seconds": push_wait_s}
     if pushed is not None:
@@ -591,7 +591,7 @@ def _step_report(
 
 
 def _recorded(record: checkpoint_pb2.BatchRecord) -> StepReport:
-    """Return the report of an applied batch as far as the record on disk has it: without metrics and duration."""
+    """Return the report of an applied batch from the record on disk, which has no metrics and no duration."""
     return StepReport(
         policy_version=record.policy_version,
         batch_id=record.batch_id,
@@ -607,8 +607,8 @@ class StepLog:
     """The reports of one epoch by version number, without gaps. Each watcher reads it at its own pace.
 
     Args:
-        begins_after: Version number that the epoch began from.
-        held: Reports of the newest batches that this version holds, without a gap: what the record on disk has of them.
+        begins_after: Version number from which the epoch began.
+        held: Reports of the newest batches that this version holds, without a gap, from the record on disk.
     """
 
     def __init__(self, begins_after: int, held: Iterable[StepReport] = ()) -> None:
@@ -640,7 +640,7 @@ class StepLog:
             from_number: First number to report; 0 is the oldest one kept.
 
         Raises:
-            SluiceError: NOT_FOUND if a report is no longer kept; otherwise what ended the epoch.
+            SluiceError: NOT_FOUND if a report is no longer kept; otherwise the error that ended the epoch.
         """
         number = from_number or self.first_number
         while True:
