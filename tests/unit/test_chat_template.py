@@ -53,7 +53,7 @@ def dated(tmp_path: Path) -> Path:
 
 
 def replica(model: Path, file: Path | None = None, arguments: dict[str, Any] | None = None) -> ModelTokenizer:
-    """Return what a replica with these settings renders with."""
+    """Return the tokenizer of a replica with these settings."""
     run = CommonConfig(model=str(model), chat_template=file, chat_template_kwargs=arguments or {})
     tokenizer = asyncio.run(load_tokenizer(run))
     return ModelTokenizer(tokenizer, arguments=run.chat_template_kwargs)

@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Gate:
-    """A disk that takes what it is given, and says so when it is told to."""
+    """A disk that sets `reached` when a write begins, and writes only after the test sets `open`."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()

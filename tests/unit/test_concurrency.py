@@ -75,7 +75,7 @@ class SimulatedEngine:
 
 
 def simulate(engine: SimulatedEngine, group: int, *, adapt: bool, seconds: float, scoring_s: float = 0.0) -> list[int]:
-    """Keep as many groups under way as the limit allows; return the limit in samples at each poll."""
+    """Keep the number of groups in progress that the limit allows; return the limit in samples at each poll."""
     config = ConcurrencyConfig(adapt=adapt, initial_samples=FIXED_GROUPS * group, most_samples=FIXED_GROUPS * group)
     limit, limits = ConcurrencyLimit(config, group), []
     number, next_poll, scoring = 0, POLL_S, deque()

@@ -373,7 +373,7 @@ def test_a_start_that_reads_the_facts_draws_on_as_if_nothing_had_happened(seed, 
 
 
 def known(world: World) -> dict:
-    """What a note says of each task."""
+    """Return the state of each task in a note."""
     return {
         (name, task): (each.draws, each.solve_rate, each.failures)
         for name in world.curriculum.environments

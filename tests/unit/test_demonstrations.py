@@ -29,7 +29,7 @@ SHOWS_TOOLS = "{{ tools | tojson if tools }}" + CHATML
 
 
 def learned(renderer: ChatRenderer, rendered: Rendered) -> str:
-    """The text of what is learned."""
+    """Return the text of the tokens that are trained."""
     return renderer.tokenizer.decode(
         [id_ for id_, wanted in zip(rendered.ids, rendered.loss_mask, strict=True) if wanted]
     )
@@ -176,7 +176,7 @@ def test_a_message_wins_over_the_roles_to_learn() -> None:
 
 
 def test_a_learned_turn_keeps_the_tokens_of_the_whole_text() -> None:
-    """A tokenizer may merge the end of the head with the content: the ids are those that the model is shown."""
+    """A tokenizer may merge the end of the head with the content: the trained ids must be the ids that the model is shown."""
     renderer = ChatRenderer(word_piece(CHATML))
     messages = [user("\n\nwhat is the answer?"), assistant("hello")]
     ((rendered,),) = render_demonstration(renderer, {"messages": messages}, ["user", "assistant"])

@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @torch.no_grad()
 def sampled(directory: Path, count: int, seed: int) -> list[dict[str, str]]:
-    """Rows of the prompt and what a model says to it."""
+    """Return rows of the prompt and a model's answers to it."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     ids = torch.tensor([tokenizer.encode(PROMPT)] * count)
     with torch.random.fork_rng():
@@ -86,7 +86,7 @@ def test_the_divergence_falls(models, tmp_path, capsys, kind):
 
 
 def test_reverse_distillation_draws_each_log_probability_to_the_teachers(models, tmp_path):
-    """Its gradient is that of half the squared distance, since the weight is the distance itself."""
+    """Its gradient equals the gradient of half the squared distance, because the weight is the distance itself."""
     student, teacher = models
     rows = write_rows(tmp_path / "rows.jsonl", sampled(student, 8, seed=2))
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(student))

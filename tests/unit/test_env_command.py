@@ -71,7 +71,7 @@ def shop(tmp_path: Path) -> str:
 
 
 class Model(BaseHTTPRequestHandler):
-    """Calls the tool, then says what it returned; the first request of all is refused for a moment."""
+    """Calls the tool, then answers with its result. The very first request is refused as temporarily unavailable."""
 
     asked: list[dict[str, Any]]
     keys: list[str | None]

@@ -24,7 +24,7 @@ def settings(output_dir: Path, run: str, *words: str) -> RunConfig:
 
 
 def earlier(config: RunConfig, **report: object) -> None:
-    """Write what an earlier run with these settings left."""
+    """Write the files that an earlier run with these settings left."""
     config.run_dir.mkdir(parents=True)
     write_settings(config)
     (config.run_dir / "report.json").write_text(json.dumps(report))

@@ -79,7 +79,7 @@ SUITE = "pytest -q tests/contract/test_engine_conformance.py -k seeded"
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the page, and what it prints there."""
+    """A command of the page, and the output that the page shows."""
 
     section: str
     line: str
@@ -115,7 +115,7 @@ def run_in(directory: Path, line: str, **variables: str) -> subprocess.Completed
 
 
 def run_here(directory: Path, line: str) -> str:
-    """Run a command of `HERE` in this process; return what it prints."""
+    """Run a command of `HERE` in this process; return its output."""
     found = HERE.fullmatch(line)
     assert found is not None
     path, printf, words = found.groups()
@@ -129,7 +129,7 @@ def run_here(directory: Path, line: str) -> str:
 
 
 def prints(shown: str, printed: str) -> bool:
-    """Whether a text is what the page shows, where `...` is any text and all white space is the same."""
+    """Return whether the output matches the page, where `...` stands for any text and all white space is equal."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     return doctest.OutputChecker().check_output(f"{shown}\n", f"{printed}\n", flags)
 
@@ -185,7 +185,7 @@ def replica(place: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the section on engines needs of a checkout, with the changes that it makes."""
+    """Copy the files of a checkout that the section on engines needs, and make the changes of that section."""
     directory = tmp_path_factory.mktemp("checkout")
     for name in COPIED:
         shutil.copytree(ROOT / name, directory / name, ignore=NOT_COPIED)
@@ -206,7 +206,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases() -> Iterator[Any]:
-    """The commands, and those of `soak` for which `make test` has a shorter one of the same kind."""
+    """Yield each command as `make test` runs it. If that is a shorter form, also yield the whole command, marked `soak`."""
     for number, each in enumerate(COMMANDS[1:]):
         marks = [pytest.mark.slow] if each.slow else []
         kind = f"{number} {each.line[:40]}"
@@ -636,7 +636,7 @@ def test_every_message_of_the_tables_of_mistakes_is_tried() -> None:
 
 @contextlib.asynccontextmanager
 async def policy_of(model: Path) -> AsyncIterator[PolicyEngine]:
-    """What a workflow samples with: a replica over gRPC, with its engine in this process."""
+    """Return the policy that a workflow samples with: a replica over gRPC, with its engine in this process."""
     async with running_engine(model) as engine, Replica(model, engine) as replica:
         pool = ReplicaPool([replica.target], SecurityConfig(), ReplicasConfig(poll_s=0.05), lambda _: None)
         polling = asyncio.create_task(pool.run())
@@ -658,7 +658,7 @@ async def records_of(workflow: str, model: Path) -> list[orchestrator_pb2.Trajec
 
 
 def faults_of(records: list[orchestrator_pb2.TrajectoryRecord]) -> list[str]:
-    """What the trainer says against the trajectories."""
+    """Return the faults that the trainer finds in the trajectories."""
     expected = Expectations(vocabulary=128, newest=Version(1, 0), has_estimator=True)
     _, faults = convert([each.trajectory for each in records], expected)
     return [f"{place} {fault}" for place, fault in faults.items()]

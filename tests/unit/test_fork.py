@@ -27,7 +27,7 @@ from sluice.versions import Version
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """All files but those that SQLite makes for a reader."""
+    """Return all files, except the files that SQLite makes for a reader."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))

@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    """What the checks found, in a process of their own."""
+    """Run the checks in a separate process and return their results."""
     done = subprocess.run(
         [sys.executable, fork_checks.__file__], capture_output=True, text=True, timeout=300, check=False
     )

@@ -102,7 +102,7 @@ def test_what_is_written_while_it_is_read_is_read_again(file: Path, clock: Clock
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_files_that_are_replaced_while_a_process_starts_are_read_again(tmp_path: Path, fails: bool) -> None:
-    """As key and certificate, of which one is read before a renewal and one after it."""
+    """For example a key and a certificate, if one is read before a renewal and the other after it."""
     key, certificate = tmp_path / "key", tmp_path / "certificate"
     states = ["other", "third"]
     for path in (key, certificate):

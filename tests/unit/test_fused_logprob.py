@@ -43,7 +43,7 @@ def plain(hidden, weight, targets, temperatures, *, bias=None, entropy="none", *
 
 
 def results(function, given, **options) -> dict[str, torch.Tensor]:
-    """Values, and gradients for what a loss could send back; a third of the tokens gets nothing."""
+    """Return values, and the gradients for some gradient of a loss, which is zero for a third of the tokens."""
     generator = torch.Generator().manual_seed(8)
     arriving = torch.randn(2, len(given["targets"]), generator=generator, dtype=torch.float64)
     arriving[:, ::3] = 0

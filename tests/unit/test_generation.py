@@ -71,7 +71,7 @@ def opening(part: Part) -> rollout_pb2.GenerateStreamResponse:
 
 
 def messages(data, part: Part, lengths: list[int], *, calm: bool):
-    """Yield what a replica sends until it dies, gives samples up, or is done; some tokens lack their version."""
+    """Yield the messages of a replica until it dies, gives samples up, or is done. Some tokens lack their version."""
     if not calm and not data.draw(st.booleans(), label="opens"):
         return
     yield opening(part)
@@ -116,7 +116,7 @@ def test_whatever_breaks_the_answer_is_whole(data, n: int, most: int, seeded: bo
 
 
 class Reader:
-    """Whoever is given what is final: it cannot forget."""
+    """A client that gets final tokens and cannot forget them."""
 
     def __init__(self, n: int) -> None:
         self.samples = [rollout_pb2.GeneratedSample(index=index) for index in range(n)]
@@ -151,13 +151,13 @@ def letters(ids: list[int], *, last: bool) -> str:
 
 
 def message_of(text: str) -> tokens_pb2.ChatMessage:
-    """What a text says: all before its first a is reasoning."""
+    """Parse a text into a message: everything before its first a is reasoning."""
     reasoning, _, content = text.partition("a")
     return tokens_pb2.ChatMessage(reasoning=reasoning, content=content)
 
 
 def unruly(data, draw: random.Random, part: Part, *, calm: bool):
-    """Yield what a replica sends that samples other bytes each time: it dies, gives up, forgets the end, or sends what does not fit."""
+    """Yield the messages of a replica that samples other bytes each time: it dies, gives up, forgets the end, or sends invalid messages."""
     prompt = list(part.request.rendered.ids or part.request.token_ids.ids) or PROMPT
     yield rollout_pb2.GenerateStreamResponse(opening={"prompt_token_ids": prompt, "continued": True})
     begun, most = part.request.continued_tokens, part.request.sampling.max_tokens
@@ -314,7 +314,7 @@ def test_replicas_of_other_tokenizers_are_not_continued_with() -> None:
 
 
 def assert_true(sample: rollout_pb2.GeneratedSample, index: int, length: int, most: int) -> None:
-    """The sample is what an undisturbed replica would have answered."""
+    """Check that the sample equals the answer of an undisturbed replica."""
     places = range(min(length, most))
     lengths = [length] * (index + 1)
     assert sample.index == index
@@ -452,7 +452,7 @@ def test_stalls_count_until_a_token_comes() -> None:
 
 
 def test_the_newest_version_of_a_stream_is_that_of_its_own_tokens() -> None:
-    """A replica must not be taken to serve the version of the one before."""
+    """The version of the previous replica must not be attributed to the next one."""
     generation, part = begun(1)
     new = [tokens_pb2.VersionSpan(start=0, policy_version=Version(1, 9).to_proto())]
     part.receive(some(0, 0, [7, 8], version_spans=new))

@@ -91,7 +91,7 @@ def test_a_file_that_a_peer_named_is_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory", "missing", "longer", "elsewhere", "other", "null byte"])
 def test_a_file_that_differs_from_the_named_one_is_not_opened(tmp_path: Path, kind: str) -> None:
-    """A pipe would wait for a writer for ever; the other cases would read what was not meant."""
+    """Reading a pipe would wait for a writer for ever; the other cases would read the wrong file."""
     path, below = tmp_path / "file", tmp_path
     path.write_bytes(b"weights")
     arguments = named(path)

@@ -128,7 +128,7 @@ sys.exit(code)
 
 
 def prepared(tmp_path: Path, *, renewed: bool) -> str:
-    """Run `prepare.sh` below a folder; return what a service could not have started with after one of its steps."""
+    """Run `prepare.sh` below a folder; return the states, after one of its steps, with which no service could start."""
     keys, programs, log = tmp_path / "keys", tmp_path / "bin", tmp_path / "log"
     for each in (tmp_path / "authority", keys / "trainer", keys / "gateway", programs):
         each.mkdir(parents=True, exist_ok=True)

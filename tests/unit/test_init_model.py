@@ -161,7 +161,7 @@ def test_a_call_is_read_back_as_it_was_written():
 
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_results_are_appended_to_the_sampled_call_also_where_it_was_cut(cut):
-    """An end token, an end of the call, and the last brace may be missing; nothing of what was sampled is encoded again."""
+    """An end token, an end of the call, and the last brace may be missing. No sampled token is encoded again."""
     renderer = ChatRenderer(character_tokenizer(TINY))
     turns = [calls_of("ink", "cup"), result("ink", "7"), result("cup", "3"), calls_of("pen"), result("pen", "12")]
     conversation = [ASKED]

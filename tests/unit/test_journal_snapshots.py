@@ -30,7 +30,7 @@ SETTINGS = ("one", "two")
 
 
 class Counted:
-    """Counts facts, in its state those of all processes."""
+    """Counts the facts that this process read. Its state counts the facts of all processes."""
 
     def __init__(self) -> None:
         self.read = self.all = 0

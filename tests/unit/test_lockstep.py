@@ -13,7 +13,7 @@ from sluice.sampling.lockstep import Lockstep
 
 
 class Admin:
-    """A replica's admin service that writes down what it is told."""
+    """A replica's admin service that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

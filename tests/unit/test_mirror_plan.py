@@ -28,7 +28,7 @@ steps = st.builds(VersionForm, versions, st.sampled_from(list(Form)))
 
 
 def manifest(step: VersionForm, forms: Forms) -> pb.Manifest:
-    """What the service would give out of a form."""
+    """Return the manifest of a form as the service would send it."""
     size = {Form.DENSE: forms.dense_bytes, Form.DELTA: forms.delta_bytes, Form.ADAPTER: forms.adapter_bytes}[step.form]
     base = None if forms.base is None or step.form is Form.DENSE else forms.base.to_proto()
     return pb.Manifest(
@@ -139,7 +139,7 @@ class MirrorMachine(RuleBasedStateMachine):
 
     @rule(forms=st.integers(1, 9))
     def read(self, forms: int) -> None:
-        """Take what leads to the newest version; a reader that stops half-way goes on from what it has."""
+        """Take the forms that lead to the newest version. A reader that stops half-way continues from the forms that it has."""
         path = next_downloads(self.mirrored, self.reader.committed)
         assert path is not None, "everything in the mirror can be reached"
         for step in path[:forms]:

@@ -127,7 +127,7 @@ class Mixed:
         return [each for each in live if each.stage is Stage.RUNNING and each.environment == environment]
 
     def tick(self, *, agents: bool) -> None:
-        """Let time pass: everybody plays, then the run decides what it may."""
+        """Let time pass: all agents play, then the run makes its decisions."""
         self.now += STEP_S
         theirs = self.running("theirs")
         for each in theirs:

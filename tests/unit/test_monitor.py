@@ -177,7 +177,7 @@ def test_a_step_that_does_not_come_in_time_ends_the_wait(tmp_path: Path, capsys)
 
 @pytest.fixture
 def webhook() -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """Yield the URL of a server and what it was sent; the path /refuse is answered with 500."""
+    """Yield the URL of a server and the list of requests that it got. It answers the path /refuse with 500."""
     taken: list[dict[str, object]] = []
 
     class Taker(BaseHTTPRequestHandler):

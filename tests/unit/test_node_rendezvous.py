@@ -63,7 +63,7 @@ def node(
 
 
 def store(port: int) -> TCPStore:
-    """What the first node serves."""
+    """Return the store that the first node serves."""
     return TCPStore("127.0.0.1", port, timeout=timedelta(seconds=DEADLINE_S))
 
 
