@@ -245,7 +245,7 @@ def playing(directory: Path) -> dict[str, object]:
 def test_the_rewards_of_an_environment_say_which_model_is_the_best(
     model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that says "yes" learns "no": the one before that is the best."""
+    """A model that says "yes" learns "no", so the model before the training is the best."""
     yes = tmp_path_factory.mktemp("yes")
     run(settings(model, yes, max_steps=20, eval_data="", eval_every=0), lambda _: None)
     (tmp_path / "rows.jsonl").write_text(chat("a", "no"))

@@ -17,7 +17,7 @@ PARTS = st.lists(st.text("abc", max_size=4), min_size=1, max_size=8)
 
 
 def stopped(text: str, stops: list[str]) -> tuple[str, str]:
-    """What an engine samples of a text, and the stop string that ended it."""
+    """Return the part of a text that an engine samples, and the stop string that ended it."""
     for end in range(1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):

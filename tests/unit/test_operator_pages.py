@@ -129,7 +129,7 @@ def reference() -> Callable[..., argparse.ArgumentParser | str]:
 
 
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Parse words as the command does, and return those that it takes for settings."""
+    """Parse words as the command does, and return the words that it treats as settings."""
     if parser.prog == "sluice set":  # settings of the command stand behind those of the run
         words = [word for word in words if not word.startswith("--")]
     return parser.parse_known_args(words)[1]
@@ -228,7 +228,7 @@ def joined(node: ast.JoinedStr) -> str:
 
 @cache
 def metric_names() -> frozenset[str]:
-    """Return the names of all Prometheus metrics, without what the format adds to counters and histograms."""
+    """Return the names of all Prometheus metrics, without the suffixes that the format adds to counters and histograms."""
     names = {"process_cpu_seconds", "process_resident_memory_bytes"}  # of the client library
     for module in strings().values():
         names |= {each.removesuffix("_total") for each in module.constants if re.fullmatch("sluice_[a-z_]+", each)}
@@ -283,7 +283,7 @@ def test_the_run_books_have_every_alert_and_no_other() -> None:
 
 @cache
 def reasons() -> frozenset[str]:
-    """Return the reasons of errors, of what is dropped, and of environments; codes, states and variables beside them."""
+    """Return the reasons of errors, of dropped trajectories and of environments, and also codes, states and variables."""
     listed = {each.name.removeprefix("ERROR_REASON_") for each in errors_pb2.ErrorReason.DESCRIPTOR.values}
     for module in (
         "orchestrator_svc.journal.facts",
@@ -319,7 +319,7 @@ PROGRAMS |= {"orchestrator.environment_args", "py-spy", "scontrol", "sluice", "t
 
 
 def messages() -> Iterator[str]:
-    """Yield what is quoted: text of several words that begins as a sentence of a log does, and is no command."""
+    """Yield the quoted messages: text of several words that begins like a log message and is not a command."""
     for text in inline():
         prose = re.fullmatch(r"[a-z#][^=@$\\/{}\"]*", text) and " " in text
         if prose and text.partition(" ")[0] not in PROGRAMS:

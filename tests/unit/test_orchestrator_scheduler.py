@@ -63,7 +63,7 @@ class Facts:
                 return
 
     def apply(self, number: int, trained: int, dropped: int = 0) -> None:
-        """Note the outcome of a batch; so many trajectories were trained, and so many too old."""
+        """Note the outcome of a batch: `trained` trajectories were trained, `dropped` were too old."""
         late = {Reason.STALE: pb.DroppedTrajectories(trajectory_ids=map(str, range(dropped)))} if dropped else {}
         outcome = pb.BatchApplied(sequence_no=number, trained=map(str, range(trained)), dropped=late)
         self.record(batch_applied=outcome)
@@ -271,7 +271,7 @@ def scheduler(staleness: int, batch: int = 2, *, window: float = 0.3, steps: int
 
 
 def run_batch(each: Scheduler, facts: Facts, first: int, version: Version) -> Batch:
-    """Dispatch, finish and batch as many groups as a batch has."""
+    """Dispatch, finish and batch the groups of one batch."""
     numbers = range(first, first + each.bound.batch_groups)
     for number in numbers:
         facts.draw(number, version)

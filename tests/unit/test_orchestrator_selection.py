@@ -62,7 +62,7 @@ def test_late_groups_are_named_once_they_can_be_in_no_batch() -> None:
 
 @dataclass
 class PlainRule:
-    """The rule on a list of candidates that is sorted and counted anew for every choice."""
+    """The rule, applied to a list of candidates that is sorted and counted again for every choice."""
 
     size: int
     window: int
@@ -176,7 +176,7 @@ def test_a_batch_costs_as_much_as_it_is_large_however_many_groups_wait(late_is_d
     size = 64
 
     def cost(waiting: int) -> int:
-        """Return that of one batch: it is chosen and leaves, and as many groups are drawn and become ready."""
+        """Return the cost of one batch: it is chosen and leaves, and the same number of groups are drawn and become ready."""
         groups = [Candidate(number, number % 3 > 0, 1000 + number % 7) for number in range(size, waiting)]
         urgent = [Candidate(waiting + number, True, 1) for number in range(5)]  # so that age alone does not decide
         made = selection(size, waiting, groups + urgent, late_is_due=late_is_due)

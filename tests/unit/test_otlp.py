@@ -32,7 +32,7 @@ class Collector:
     """Takes spans as a collector does.
 
     Attributes:
-        requests: What came, in order.
+        requests: The received requests, in order.
         refusals: Status codes with which the next requests are answered.
     """
 

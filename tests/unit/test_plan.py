@@ -158,7 +158,7 @@ def test_the_trainer_takes_the_last_of_machines_that_differ() -> None:
 
 @pytest.fixture(scope="module")
 def eight_billion(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Settings of a model of the sizes of Qwen3-8B, of which nothing but its configuration is there."""
+    """Return settings for a model with the sizes of Qwen3-8B. Only its configuration exists on disk."""
     directory = tmp_path_factory.mktemp("sizes")
     sizes = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32}
     sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}

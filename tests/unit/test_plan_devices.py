@@ -83,7 +83,7 @@ def machines_stay_assumed_for_one_test_only(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def loaded(machines: Machines, *flags: str, replicas: int | None = None) -> tuple[RunConfig, Arranged]:
-    """The settings as a command that starts a run there has them, and what was decided about devices."""
+    """Return the settings as a command that starts a run on these machines gets them, and the decisions about devices."""
     assume_devices(max(machines.devices), machines.device_bytes)
     found: list[Arranged] = []
 

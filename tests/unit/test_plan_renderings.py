@@ -51,7 +51,7 @@ def counted(plan: Plan) -> dict[str, int]:
 
 
 def serves(part: Part, command: list[str] | tuple[str, ...]) -> bool:
-    """Whether a command runs the service of a part, as many processes of it as the plan says."""
+    """Return whether a command runs the service of a part, with the number of processes that the plan says."""
     words = list(command)
     if not part.ranked:
         return part.service in words and "ranks" not in words

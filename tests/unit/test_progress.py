@@ -56,7 +56,7 @@ def test_an_engine_without_a_step_while_a_request_runs_or_waits_is_stalled(stage
 
 
 def test_polls_alone_show_a_stalled_engine() -> None:
-    """The requests may be those of other callers, or all still wait in the queue."""
+    """The requests may belong to other callers, or may all still wait in the queue."""
     watched = progress()
     for tick in range(1, 40):
         watched.polled(status(100, running=0, queued=3), tick * 0.5)

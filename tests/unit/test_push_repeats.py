@@ -34,7 +34,7 @@ REFUSED = SluiceError.invalid_argument("manifest", "file and manifest disagree")
 
 
 class Failing(VersionPush):
-    """A push whose attempts fail with what is given, one after another, and then succeed."""
+    """A push whose attempts fail with the given errors, one after another, and then succeed."""
 
     def __init__(self, *failures: SluiceError) -> None:
         to = Destination(None, "runs/test", V1, time.monotonic() + DEADLINE_S)

@@ -30,7 +30,7 @@ HEALTHY = sorted({path.name.removesuffix(".jsonl.gz") for path in RUNS.glob("*.j
 
 
 def found_in(name: str) -> list[Finding]:
-    """Return what the rules find in a recorded run, in the order in which it begins."""
+    """Return the findings of the rules in a recorded run, in the order in which they begin."""
     watch, reader = Watch(max_staleness=STALENESS), LoadReader()
     begun: list[Finding] = []
     with gzip.open(RUNS / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:

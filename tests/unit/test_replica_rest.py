@@ -39,7 +39,7 @@ async def test_requests_that_fail_together_count_once_and_many_in_a_row_overflow
 
 @pytest.mark.parametrize(("adapt", "places"), [(True, 40), (False, 16)])
 async def test_its_load_counts_by_its_own_limit(adapt: bool, places: int) -> None:
-    """Replicas with as many places each may be able to take very different numbers of samples."""
+    """Replicas with the same number of places may be able to take very different numbers of samples."""
     limit = ConcurrencyLimit(ConcurrencyConfig(adapt=adapt, initial_samples=40), 8)
     replica = Replica("127.0.0.1:9", SecurityConfig(), ReplicasConfig(), limit, ListeningClock(0.1, 0.0))
     replica.status.max_running, replica.in_flight = 16, 8

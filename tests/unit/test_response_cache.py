@@ -171,7 +171,7 @@ async def test_an_answer_beyond_the_size_is_given_and_not_kept(sampler):
 
 
 class Stream:
-    """Yields what it is given."""
+    """Yields the answers that are put into its queue."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Answer | None] = asyncio.Queue()

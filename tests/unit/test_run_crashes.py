@@ -191,7 +191,7 @@ class CrashingRun(RuleBasedStateMachine):
             self.killed(None, after=False)
 
     def killed(self, calls, *, after):
-        """End the process, lose what was not on disk, and start the next one, which dies at a call of its disk."""
+        """End the process, lose unsynced writes, and start the next process, which dies at a call of its disk."""
 
         async def leave():
             if self.journal._flushing is not None:
@@ -538,7 +538,7 @@ class CrashingRun(RuleBasedStateMachine):
 
     @rule(rounds=st.integers(1, 3), late=st.booleans(), fails=st.integers(0, 3), waits=st.integers(0, 1))
     def a_stretch_of_the_run(self, rounds, late, fails, waits):
-        """What a run does most of the time, so that a death at a write finds it anywhere in between."""
+        """Play the normal course of a run for some rounds, so that a death at a write may hit it at any point."""
         for _ in range(rounds):
             self.a_round(late, fails, waits)
 

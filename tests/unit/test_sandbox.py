@@ -147,7 +147,7 @@ MEASURED = {**{group: GROUPS[group] for group in IN_ONE}, "names and attributes"
 
 
 def trying(attempts: dict[str, str]) -> str:
-    """Return a program that tries all, and prints the names of what it could do."""
+    """Return a program that tries all actions, and prints the names of those that succeeded."""
     return f"""
 import contextlib, io, json
 escaped = []

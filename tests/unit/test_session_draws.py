@@ -143,7 +143,7 @@ class EqualRequests(RuleBasedStateMachine):
         self.follow(client, self.call(client))
 
     def follow(self, client, answer):
-        """Do what a gateway does with an answer."""
+        """React to an answer as a gateway does."""
         self.waiting.pop(client, None)
         if isinstance(answer, Claimed):
             self.running[client.gateway, client.name] = {client}

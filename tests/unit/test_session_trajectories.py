@@ -45,7 +45,7 @@ def built(made: list[session_pb2.RecordedGeneration], rewards=None, episode: int
 
 
 def forked() -> list[session_pb2.RecordedGeneration]:
-    """Two turns, of which the second was sampled twice: branches a/0 b/0 and a/0 b/1."""
+    """Return two turns, the second sampled twice: branches a/0 b/0 and a/0 b/1."""
     return [generation("a", [1, 2], [3, 4]), generation("b", [1, 2, 3, 4, 5], [6], [7, 8], parent="a/0")]
 
 

@@ -131,7 +131,7 @@ def test_an_environment_that_names_an_unknown_objective_is_refused_before_anythi
 
 @pytest.mark.parametrize("aggregation", [{"aggregation": "prompt"}, {"aggregation": "token"}, {}])
 def test_ranks_that_share_a_batch_add_up_to_one_that_has_it_all(aggregation) -> None:
-    """Each objective's divisor is that of the whole batch, also on a rank that has none of its rows."""
+    """Each objective is divided by the divisor of the whole batch, also on a rank without rows of this objective."""
     objectives = {
         "": Objective.of(ObjectiveConfig(preset="grpo", **aggregation)),
         "other": Objective.of(ObjectiveConfig(preset="aipo")),

@@ -123,7 +123,7 @@ async def test_a_child_that_may_leave_is_not_started_again_and_the_others_go_on(
 
 
 def texts(log: Path) -> list[str]:
-    """Return what the lines of a log say, each of which is JSON."""
+    """Return the messages of a log whose lines are JSON."""
     return [json.loads(line)["event"] for line in log.read_text().splitlines()]
 
 

@@ -13,7 +13,7 @@ from sluice.tasks import Turn, discard_outcome, first_ended, run_to_end, settle
 
 
 class Unheard:
-    """What the event loop reports of futures whose failure nobody took."""
+    """Collects the event loop's reports of futures whose exception nobody retrieved."""
 
     def __init__(self) -> None:
         self.reports: list[dict[str, Any]] = []

@@ -59,7 +59,7 @@ TOKENIZERS = {
 
 
 def parts(prompts: ModelTokenizer, ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
-    """Texts of consecutive parts, the sizes of which repeat."""
+    """Return the texts of consecutive parts, whose sizes repeat."""
     stream = prompts.text_stream(())
     texts, start = [], 0
     for turn in range(len(ids) + 1):

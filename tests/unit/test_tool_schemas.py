@@ -80,7 +80,7 @@ PATHS: dict[str, Callable[[dict[str, Any]], tokens_pb2.Tool]] = {
 
 
 def _prompt(tool: tokens_pb2.Tool) -> str:
-    """Return what a template that prints the tools as JSON writes for a tool that has travelled."""
+    """Return the output of a template that prints the tools as JSON, for a tool that was serialised and read again."""
     tokenizer = character_tokenizer(TINY)
     tokenizer.chat_template = "{{ tools | tojson }}"
     conversation = tokens_pb2.Conversation(messages=ASK, tools=[tool])

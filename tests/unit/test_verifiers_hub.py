@@ -14,7 +14,7 @@ from sluice.errors import ConfigError
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return what puts a shell script into the path as `prime`; what it installs into the folder can be imported."""
+    """Return a function that puts a shell script into the path as `prime`. Packages that it installs into the folder can be imported."""
     beside = tmp_path / "venv"
     (beside / "bin").mkdir(parents=True)
     monkeypatch.setattr(sys, "prefix", str(beside))

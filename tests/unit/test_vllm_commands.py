@@ -144,7 +144,7 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_vllm")
 @pytest.mark.parametrize(("call_s", "pause_s"), [(2.5, 0.0), (0.1, 600.0), (3.5, 0.0)])
 async def test_the_calls_of_an_update_share_its_deadlines(call_s: float, pause_s: float) -> None:
-    """Each call ends in time; together they would take several times what an update may take."""
+    """Each call ends in time, but together they would take several times the deadline of an update."""
     clock = SimulatedClock()
     engine = engine_to_update(SlowLlm(clock, call_s, pause_s), clock)
     begun = clock()
@@ -188,7 +188,7 @@ FAILED, REFUSED = ("err", "a tensor has another shape"), ("refused", "the file i
 
 @pytest.mark.usefixtures("without_vllm")
 async def test_a_version_refused_after_it_failed_half_way_brings_the_old_one_back() -> None:
-    """The refused call changed nothing, but the one before left parts of the version in the model."""
+    """The refused call changed nothing, but the previous call left parts of the version in the model."""
     llm = ScriptedLlm(FAILED, REFUSED, clock=SimulatedClock())
     engine = engine_to_update(llm)
     with pytest.raises(EngineError, match=r"the file is gone.*version 0\.0 keeps serving"):

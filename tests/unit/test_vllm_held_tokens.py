@@ -36,7 +36,7 @@ def output(name: str, *tokens: int, width: int = 1, finish: FinishReason | None 
 
 
 def step(held: HeldTokens, *outputs: EngineCoreOutput, now: float, interval: int = INTERVAL, everything: bool = False):
-    """Return what is sent after a step, by request."""
+    """Return the outputs that are sent after a step, by request."""
     from vllm.v1.engine import EngineCoreOutputs
 
     messages = {0: EngineCoreOutputs(outputs=list(outputs))}

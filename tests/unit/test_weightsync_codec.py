@@ -41,7 +41,7 @@ def special(dtype: str) -> list[int]:
 
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[str, list[Octets]]:
-    """Versions of one tensor, each made from the one before by an edit."""
+    """Draw versions of one tensor, each made from the previous one by an edit."""
     dtype = draw(st.sampled_from(sorted(DTYPES)))
     width = DTYPES[dtype].size
     count = draw(st.sampled_from([0, 1, 2, 3, 9, 255, 256, 257, 1000, 5000]) | st.integers(0, 3000))

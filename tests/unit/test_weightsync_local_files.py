@@ -13,7 +13,7 @@ from weightsync.receive.pull import PullError, read_local
 
 
 class Bytes:
-    """Keeps what it is fed."""
+    """Keeps the bytes that it is fed."""
 
     def __init__(self) -> None:
         self.data = b""

@@ -133,7 +133,7 @@ def received(manifest: pb.Manifest, files: dict[str, bytes]) -> list[DeltaShard]
 
 
 def whole(model: Model) -> pb.Manifest:
-    """What is known of a dense file: one slice per tensor."""
+    """Return the manifest of a dense file: one slice per tensor."""
     manifest = pb.Manifest(kind=pb.VERSION_KIND_ANCHOR)
     shard = manifest.shards.add(name="model")
     for name, (dtype, shape, data) in model.items():

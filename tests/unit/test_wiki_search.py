@@ -60,14 +60,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calls(*called: tuple[str, str]) -> dict[str, Any]:
-    """What the model said, as the replica parses it."""
+    """Return a message with tool calls, as the replica parses it."""
     functions = [{"name": name, "arguments": arguments} for name, arguments in called]
     found = [{"id": f"call_{number}", "function": each} for number, each in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": found}
 
 
 def asked(wiki: Any, name: str, arguments: str) -> str:
-    """Return what a tool says."""
+    """Return the result of a tool."""
     turn = wiki.reset(Task("0", QUESTION), 0).step(calls((name, arguments)))
     (message,) = turn.messages
     assert (message["role"], message["tool_call_id"], turn.done) == ("tool", "call_0", False)
