@@ -1,4 +1,4 @@
-"""What an environment written in Python looks like. Any object with these methods is one; nothing is inherited.
+"""The protocol of an environment in Python. Any object with these methods is an environment; nothing is inherited.
 
 A single-turn environment poses messages and scores completions::
 
@@ -9,14 +9,13 @@ A single-turn environment poses messages and scores completions::
         def messages(self, task: Task) -> list[Message]: ...
         def score(self, task: Task, completion: str) -> float | Score: ...
 
-`score_batch(task, completions)`, if it is there too, scores several completions at once; None in its list is a missing reward.
-An environment that ends by itself what takes too long to score says so with an attribute `scoring_s`, the most seconds that it takes
-for one completion: the time to score a group follows from it, unless `score_s` is set.
-A multi-turn environment has `reset` instead of `messages` and `score`. Where external agents run the episodes, `messages` (what
-they begin with) and `score` (where they give no reward) are each optional. All methods run in processes of their own
-(`orchestrator.environment_processes`), each call with a time limit; the environment is constructed once in each process. Methods may
-be coroutines: many calls then run side by side in one process. What a method returns must be plain data: texts, numbers, booleans,
-None, lists, and dicts whose keys are texts.
+An optional `score_batch(task, completions)` scores several completions at once; None in its list is a missing reward. An environment
+may end a scoring itself that takes too long. Then its attribute `scoring_s` is the maximum number of seconds for one completion, and the
+time limit to score a group follows from it, unless `score_s` is set. A multi-turn environment has `reset` instead of `messages` and
+`score`. If external agents run the episodes, `messages` (with which an episode begins) and `score` (used if the agent gives no reward)
+are each optional. All methods run in separate processes (`orchestrator.environment_processes`), each call with a time limit; the
+environment is constructed once in each process. Methods may be coroutines: then many calls run concurrently in one process. Return
+values must be plain data: texts, numbers, booleans, None, lists, and dicts whose keys are texts.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Task:
 
     Attributes:
         task_id: Unique within the environment's split.
-        data: What the environment needs to pose and score it; plain values (they travel between processes, tuples as lists).
-        max_tokens: Most tokens sampled per turn of this task, in place of `orchestrator.sampling.max_tokens`.
+        data: Data with which the environment poses and scores it; plain values (they travel between processes, tuples as lists).
+        max_tokens: Maximum number of tokens sampled per turn of this task, instead of `orchestrator.sampling.max_tokens`.
     """
 
     task_id: str
@@ -49,11 +48,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What an answer is worth.
+    """The score of an answer.
 
     Attributes:
         reward: The reward, a finite number; None if it is missing, which is not 0.
-        metrics: Measures to log, by name, such as the rewards that it is the sum of.
+        metrics: Measures to log, by name, such as the parts of the reward.
     """
 
     reward: float | None
@@ -75,10 +74,10 @@ def number(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was retur
 
     Args:
         value: The number.
-        what: What it is, for messages.
+        what: Description of the number, for messages.
 
     Raises:
-        TypeError: if it is no number; a text is none.
+        TypeError: if it is not a number. A text is not a number.
         ValueError: if it is not finite.
     """
     found = as_float(value, what)
@@ -88,10 +87,10 @@ def number(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was retur
 
 
 def as_float(value: Any, what: str) -> float:  # noqa: ANN401 - whatever was returned
-    """Return a number as `number` does, also one that is not finite.
+    """Return a number as `number` does, even if it is not finite.
 
     Raises:
-        TypeError: if it is no number.
+        TypeError: if it is not a number.
     """
     try:
         if hasattr(type(value), "__float__"):
@@ -116,10 +115,10 @@ class Turn:
     """The environment's answer to a turn of the assistant.
 
     Attributes:
-        messages: Messages that answer it; empty when the episode has ended.
+        messages: Messages in answer to the turn; empty when the episode has ended.
         reward: Reward of the turn; None if it has no reward.
         done: Whether the episode has ended.
-        truncated: Whether it ended by a limit of the environment rather than by its rules.
+        truncated: Whether a limit of the environment ended it, rather than its rules.
         metrics: Measures to log, by name.
     """
 
@@ -132,7 +131,7 @@ class Turn:
 
 @runtime_checkable
 class Environment(Protocol):
-    """What every environment has. It is enough if external agents run the episodes (`orchestrator.workflow = "external"`)."""
+    """The part that every environment has. It is enough if external agents run the episodes (`orchestrator.workflow = "external"`)."""
 
     name: str
 
@@ -146,22 +145,22 @@ class SingleTurnEnvironment(Environment, Protocol):
     """Poses one question and scores the answer."""
 
     def messages(self, task: Task) -> Sequence[Message]:
-        """Return the conversation up to where the assistant answers."""
+        """Return the conversation up to the assistant's answer."""
         ...
 
     def score(self, task: Task, completion: str) -> float | Score:
-        """Return the reward of one completion, a finite number, or a `Score`. Raising makes it missing, not 0."""
+        """Return the reward of one completion, a finite number, or a `Score`. If this raises, the reward is missing, not 0."""
         ...
 
 
 class Episode(Protocol):
-    """One attempt under way in a multi-turn environment. All its steps run in one process, one at a time.
+    """One attempt in progress in a multi-turn environment. All its steps run in one process, one at a time.
 
     If it has an attribute `tools`, with descriptions of functions as in the OpenAI API, the assistant may call them, and `step` gets
-    its message with `tool_calls` in place of its text. What is answered to a call is a message of the role "tool" with its
-    `tool_call_id`. If `step` has a parameter `last`, it is True where the run takes no further turn: `max_tokens` cut this one off, or
-    it was the last of `max_turns`. The answer should then have the reward of what there is. A method `close`, if there is one, is called
-    at the end of the episode, unless its process dies first.
+    the assistant's message with `tool_calls` instead of its text. The answer to a call is a message of the role "tool" with the call's
+    `tool_call_id`. If `step` has a parameter `last`, it is True if the run takes no further turn, because `max_tokens` cut this turn off
+    or it was the last of `max_turns`. Then the answer should have the reward for the episode so far. A method `close`, if there is one,
+    is called at the end of the episode, unless its process dies first.
     """
 
     messages: Sequence[Message]
@@ -173,7 +172,7 @@ class Episode(Protocol):
 
 @runtime_checkable
 class MultiTurnEnvironment(Environment, Protocol):
-    """Opens episodes of several turns; the reward of an episode is the sum of its turns' rewards."""
+    """Opens episodes of several turns. The reward of an episode is the sum of its turns' rewards."""
 
     def reset(self, task: Task, seed: int) -> Episode:
         """Begin an episode.

@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 1 << 16
 _PAGE_TASKS = 1000
-"""Tasks per answer: the orchestrator reads one page in milliseconds."""
+"""Number of tasks per answer, so that the orchestrator reads a page in milliseconds."""
 
 _PAGE_CHARACTERS = MAX_FRAME_BYTES // 16
-"""Most characters of a page of several tasks, of which JSON has up to 12 bytes for each."""
+"""Maximum number of characters of a page of several tasks. In JSON a character takes up to 12 bytes."""
 
 _TRACE_FRAMES = 8
 _TRACE_CHARACTERS = 4000
 _MESSAGE_CHARACTERS = 2000
-"""Bounds of what an error carries to the orchestrator."""
+"""Limits on the text of an error that is sent to the orchestrator."""
 
 _SLUICE = base.__file__.rpartition("environments")[0]
 """Directory of this package."""
 
 _OOM_SCORE = 500
-"""When memory runs out, the kernel ends environments before the trainer or the engine."""
+"""Makes the kernel end environments before the trainer or the engine when memory runs out."""
 
 Answer = dict[str, Any]
 
@@ -62,16 +62,16 @@ class Connection:
         self._process = os.getpid()
 
     def receive(self) -> list[Answer]:
-        """Wait for messages; none at the end of the connection."""
+        """Wait for messages. Return an empty list at the end of the connection."""
         while data := self._socket.recv(_RECEIVE_BYTES):
             if messages := self._reader.feed(data):
                 return messages
         return []
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; in place of one that is not plain data, send why."""
+        """Send a message. If it is not plain data, send the reason instead."""
         if os.getpid() != self._process:
-            os._exit(0)  # the environment forked, and its child came back here: the answer is the parent's
+            os._exit(0)  # the environment forked, and its child returned to here: only the parent may answer
         try:
             frame = encode(message)
         except NotPlainError as error:
@@ -85,7 +85,7 @@ class Server:
     """Answers calls with an environment and its open episodes.
 
     Args:
-        on_loop: Whether an event loop runs: plain methods then run in threads beside it. Without one nothing waits.
+        on_loop: Whether an event loop runs. Then plain methods run in threads beside it. Without a loop, nothing waits.
     """
 
     def __init__(self, environment: Any, *, on_loop: bool = False) -> None:  # noqa: ANN401 - a user's class
@@ -94,10 +94,10 @@ class Server:
         self._listings: dict[str, Sequence[Task]] = {}
 
     async def answer(self, call: Mapping[str, Any]) -> Answer:
-        """Return the answer to a call, or what it raised."""
+        """Return the answer to a call, or the error that it raised."""
         try:
             value = await getattr(self, f"_{call['method']}")(**call["arguments"])
-        except BaseException as error:  # noqa: BLE001 - SystemExit of foreign code too
+        except BaseException as error:  # noqa: BLE001 - also SystemExit of foreign code
             self._check_cancelled(error)
             return {"id": call["id"], "raised": _described(error)}
         return {"id": call["id"], "value": value}
@@ -115,7 +115,7 @@ class Server:
         if self._on_loop and not _is_coroutine(method):
             from asyncio import CancelledError, get_running_loop, wait  # noqa: PLC0415 - imported already where a loop runs
 
-            # The time limit does not reach into a thread: the orchestrator kills the process a moment later.
+            # The time limit cannot stop a thread. The orchestrator kills the process a moment later.
             thread = get_running_loop().run_in_executor(None, _without_stop_iteration, method, *arguments)
             while not thread.done():
                 with contextlib.suppress(CancelledError):
@@ -129,7 +129,7 @@ class Server:
         return await value
 
     async def _tasks(self, listing: str, split: str, seed: int, start: int) -> Answer:
-        """Return a page of the tasks of a split; the first page lists them."""
+        """Return a page of the tasks of a split. Listing happens with the first page."""
         if not start:
             found = await self._call(self._environment.tasks, split, seed)
             self._listings[listing] = found if isinstance(found, Sequence) else list(found)
@@ -155,7 +155,7 @@ class Server:
         return found
 
     async def _score(self, task: Answer, completions: list[str]) -> list[Any]:
-        """Return rewards; in place of one that cannot be had, what the call raised."""
+        """Return rewards; for a missing reward, the error that the call raised."""
         asked = Task(**task)
         if (together := getattr(self._environment, "score_batch", None)) is not None:
             rewards = list(await self._call(together, asked, completions))
@@ -199,7 +199,7 @@ class Server:
         }
 
     async def _run(self, data: Answer, base_url: str, api_key: str) -> Any:  # noqa: ANN401 - checked by who asked
-        """Let the environment play an episode itself; its return value is the outcome of an agent."""
+        """Let the environment play an episode itself. Its return value is treated like the outcome of an agent."""
         return await self._call(partial(self._environment.run, data=data, base_url=base_url, api_key=api_key))
 
     async def _close(self, episode: str) -> None:
@@ -215,7 +215,7 @@ def _task_fields(task: Task) -> Answer:
 
 
 def _conversation(messages: Any, what: str, unfit: type[ValueError] = ValueError) -> list[Any]:  # noqa: ANN401 - whatever was returned
-    """Check what an environment gives as messages, and return it as a list.
+    """Check the messages of an environment, and return them as a list.
 
     Raises:
         ValueError: of the class `unfit`, if the run would refuse the messages later without naming task or method. Messages from `reset` and
@@ -236,7 +236,7 @@ def _conversation(messages: Any, what: str, unfit: type[ValueError] = ValueError
 
 
 def _given(score: float | Score | None) -> Answer:
-    """Return a score of several; in place of one that is missing or no number, why."""
+    """Return one of several scores; if it is missing or not a number, the reason."""
     try:
         return _score_fields(score, "score_batch")
     except (TypeError, ValueError) as error:
@@ -244,11 +244,11 @@ def _given(score: float | Score | None) -> Answer:
 
 
 def _score_fields(score: Any, method: str) -> Answer:  # noqa: ANN401 - whatever was returned
-    """Return a score as it travels.
+    """Return a score in the form that is sent.
 
     Raises:
-        ValueError: if it has no reward, or one that is no finite number.
-        TypeError: if it is no number at all.
+        ValueError: if it has no reward, or the reward is not finite.
+        TypeError: if it is not a number.
     """
     found = score if isinstance(score, Score) else Score(score)
     if found.reward is None:
@@ -258,9 +258,9 @@ def _score_fields(score: Any, method: str) -> Answer:  # noqa: ANN401 - whatever
 
 
 def _described(error: BaseException) -> Answer:
-    """Return type, message and the environment's own lines of the traceback, all bounded.
+    """Return type, message and the environment's own lines of the traceback, each limited in length.
 
-    A wrong setting has none: its message says all.
+    For a wrong setting, leave out the traceback: the message is enough.
     """
     ours = {__file__, loading.__file__, base.__file__, message_file}
     frames = [
@@ -270,9 +270,9 @@ def _described(error: BaseException) -> Answer:
     ]
     if isinstance(error, ConfigError):
         frames = []
-    # Lines of an environment of ours are of no use where it calls a function of the user's.
+    # If an environment of ours calls a user's function, only the lines of that function are useful.
     frames = [frame for frame in frames if not frame.filename.startswith(_SLUICE)] or frames[-1:]
-    # One line each, without the marks below: a log shows the first line and the last.
+    # One line per entry, without the marks below the code: a log shows the first and the last line.
     lines = [f'  File "{each.filename}", line {each.lineno}, in {each.name}: {each.line}\n' for each in frames]
     trace = "".join(lines[-_TRACE_FRAMES:])[-_TRACE_CHARACTERS:]
     try:
@@ -314,7 +314,7 @@ def _serve_in_threads(connection: Connection, environment: Any, threads: int) ->
 
 
 class LoopCalls:
-    """The calls that run on an event loop, which the orchestrator may cancel; construct it there."""
+    """The calls that run on an event loop, and which the orchestrator may cancel. Construct it in the loop."""
 
     def __init__(self, connection: Connection, environment: Any) -> None:  # noqa: ANN401 - a user's class
         from asyncio import get_running_loop  # noqa: PLC0415 - only where it is needed
@@ -360,7 +360,7 @@ def _serve_on_a_loop(connection: Connection, environment: Any) -> None:  # noqa:
 
 
 def _start(connection: Connection, settings: Answer) -> Any:  # noqa: ANN401 - a user's class
-    """Construct the environment and describe it; say why if that fails."""
+    """Construct the environment and describe it. If that fails, send the reason."""
     own = sys.path[:] if settings["python"] else []
     sys.path[:] = [*own, *settings["path"]]
     try:
@@ -384,7 +384,7 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - pathlib is not loaded
         os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()  # a crash prints where, and so does a hang: the orchestrator then sends SIGABRT
+    faulthandler.enable()  # prints the stacks after a crash, or after a hang: then the orchestrator sends SIGABRT
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123
         score.write(str(_OOM_SCORE))
@@ -418,10 +418,10 @@ def main() -> None:
 
 
 def _scoring_s(environment: Any) -> float:  # noqa: ANN401 - a user's class
-    """Return the most seconds that the environment takes to score one completion; 0 if it has no such limit.
+    """Return the maximum seconds that the environment takes to score one completion; 0 if it has no such limit.
 
     Raises:
-        ConfigError: if what it says is no number of seconds.
+        ConfigError: if its value is not a number of seconds.
     """
     found = getattr(environment, "scoring_s", 0.0)
     if not isinstance(found, int | float) or not 0 <= found < math.inf:
@@ -431,7 +431,7 @@ def _scoring_s(environment: Any) -> float:  # noqa: ANN401 - a user's class
 
 def _scores_together(environment: Any) -> bool:  # noqa: ANN401 - a user's class
     """Return whether the completions of a group are scored at the same time."""
-    if isinstance(said := getattr(environment, "scores_together", None), bool):  # a server says it
+    if isinstance(said := getattr(environment, "scores_together", None), bool):  # a server's environment reports it
         return said
     return not hasattr(environment, "score_batch") and _is_coroutine(getattr(environment, "score", None))
 
@@ -441,7 +441,7 @@ def _is_coroutine(method: object) -> bool:
 
 
 def _without_stop_iteration(method: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 - those of any method
-    """Call a method; a future can hold any error but StopIteration."""
+    """Call a method, and replace StopIteration, because a future can hold any other error."""
     try:
         return method(*arguments)
     except StopIteration as error:

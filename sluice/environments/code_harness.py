@@ -1,6 +1,6 @@
 """Runs a program and then its tests, in the sandbox: `rewards.py` sends this file there, followed by a call of `main`.
 
-Standard library only. That the tests passed, or what the calls returned, is said after a mark that the program does not know.
+Standard library only. The result of the tests or calls is printed after a mark that the program does not know.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ASSERTED = "__asserted__"
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Do what is asked: ``checker`` with its arguments, ``calls`` of a function, or a ``script``."""
+    """Run what `asked` names: ``checker`` with its arguments, ``calls`` of a function, or a ``script``."""
     say, mark = os.write, asked.pop("mark")
     given = {name: asked.pop(name) for name in ("checker", "calls", "script") if name in asked}
     program = _run(asked["program"])
@@ -36,7 +36,7 @@ def main(asked: dict[str, Any]) -> None:
 
 
 def _run(code: str) -> types.ModuleType:
-    """Run code as the main module, which tests may import as ``solution`` too."""
+    """Run code as the main module, which tests may also import as ``solution``."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["solution"] = module
     exec(compile(code, "<program>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - what this is for
@@ -44,7 +44,7 @@ def _run(code: str) -> types.ModuleType:
 
 
 def _returned(program: types.ModuleType, asked: dict[str, Any]) -> list[Any]:
-    """Return what a function of the program returns for each list of arguments."""
+    """Return the result of a function of the program for each list of arguments."""
     name, found = asked["function"], []
     for arguments in asked["arguments"]:
         owner = program if hasattr(program, name) else program.Solution()
@@ -53,7 +53,7 @@ def _returned(program: types.ModuleType, asked: dict[str, Any]) -> list[Any]:
 
 
 def _checked(checker: types.ModuleType, asked: list[Any]) -> object:
-    """Return what the checker says of an output: True, False, or what is wrong with the checker."""
+    """Return the checker's verdict on an output: True, False, or a text that says what is wrong with the checker."""
     try:
         said = checker.check(*asked)
     except Exception as error:  # noqa: BLE001 - foreign code
@@ -62,7 +62,7 @@ def _checked(checker: types.ModuleType, asked: list[Any]) -> object:
 
 
 class _Counting(ast.NodeTransformer):
-    """Lets each assertion count itself first, also one that is a call, as ``numpy.testing.assert_allclose``."""
+    """Makes each assertion count itself first, including assertions that are calls, such as ``numpy.testing.assert_allclose``."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         return self._counted(node)
@@ -78,7 +78,7 @@ class _Counting(ast.NodeTransformer):
 
 
 def _tested(program: types.ModuleType, script: dict[str, Any]) -> int:
-    """Run the tests of a script; return how many assertions and tests ran."""
+    """Run the tests of a script. Return how many assertions and tests ran."""
     ran = 0
 
     def count() -> None:

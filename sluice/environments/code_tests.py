@@ -1,4 +1,4 @@
-"""Tests of programs in the forms that data sets have them. A form that is not known is refused: no program passes it.
+"""Tests of programs, in the forms that data sets use. An unknown form is refused, since no program could pass it.
 
 An answer is Python code, or JSON. docs/rewards.md lists the forms.
 """
@@ -15,27 +15,27 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 _PYTEST = {"raises", "approx", "mark", "main"}
-"""What the tests may use of pytest: `code_harness.py` stands in for it."""
+"""Names of pytest that tests may use: `code_harness.py` stands in for pytest."""
 
 _PROVIDED = {"pytest", "solution"}
-"""Modules that tests may import although they are not of the standard library; `solution` is the program."""
+"""Modules outside the standard library that tests may import. `solution` is the program."""
 
 _STDIN, _STDOUT = ("input", "stdin", "inputs"), ("output", "stdout", "outputs")
 
 _NEAR = 1e-9
-"""Greatest difference between a number with a point and the right one, as a share of that."""
+"""Maximum difference between a number with a decimal point and the right one, as a share of the right one."""
 
 
 class UnfitTestsError(ValueError):
-    """An answer has no tests, or none of a form that is known."""
+    """An answer has no tests, or only tests of an unknown form."""
 
 
 @dataclass(frozen=True)
 class Cases:
-    """What a program reads and must print.
+    """Input and expected output of a program.
 
     Attributes:
-        cases: Pairs of the two; the second is None where only a checker knows.
+        cases: Pairs of input and output. The output is None if only a checker can judge.
         checker: Code with a function ``check(stdin, stdout, expected)`` that says whether an output is right; "" compares texts.
     """
 
@@ -49,8 +49,8 @@ class Calls:
 
     Attributes:
         function: Its name; it may be a method of a class ``Solution``.
-        calls: The arguments of each call, and what it must return, as JSON has them.
-        wrapped: Whether what it returns may stand alone or in a list of one element, since data sets write both.
+        calls: The arguments of each call, and the result that it must return, as JSON values.
+        wrapped: Whether the result may also be in a list of one element, since data sets write both.
     """
 
     function: str
@@ -64,10 +64,10 @@ class Script:
 
     Attributes:
         code: The code.
-        candidate: Expression of what ``check(candidate)`` gets; "" if there is no such function, or the code calls it.
+        candidate: Expression for the argument of ``check(candidate)``; "" if there is no such function, or the code calls it.
         functions: Test functions of the code, and methods of its test classes as ``Class.method``.
         cases: Its classes of unittest.
-        modules: Modules that it imports, those of the standard library aside.
+        modules: Modules that it imports, except those of the standard library.
     """
 
     code: str
@@ -81,10 +81,10 @@ Tests: TypeAlias = Cases | Calls | Script
 
 
 def read_tests(answer: str) -> Tests:
-    """Return the tests that an answer has.
+    """Return the tests in an answer.
 
     Raises:
-        UnfitTestsError: if there are none, or they have no form that is known; it says why.
+        UnfitTestsError: if there are no tests, or only tests of an unknown form. The message says why.
     """
     if not answer.strip():
         raise UnfitTestsError("the answer is empty: it has no tests")
@@ -153,7 +153,7 @@ def _field(found: Mapping[str, Any], names: Sequence[str]) -> Any:  # noqa: ANN4
 
 
 def _pairs(pairs: Sequence[tuple[Any, Any]], checker: str, function: object) -> Tests:
-    """Return cases of inputs and outputs as calls of a function if it has a name, else as runs of the program."""
+    """Return pairs of input and output as calls of a function if `function` names one, else as runs of the program."""
     if not pairs:
         raise UnfitTestsError("it has no test cases")
     if function is not None:
@@ -173,7 +173,7 @@ def _pairs(pairs: Sequence[tuple[Any, Any]], checker: str, function: object) -> 
 
 
 def _lines(value: object, what: str) -> str:
-    """Return a text, which may be given as the list of its lines."""
+    """Return a text. It may be given as the list of its lines."""
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -184,7 +184,7 @@ def _lines(value: object, what: str) -> str:
 
 
 def _call(number: int, given: object, wanted: object) -> tuple[Sequence[Any], Any]:
-    """Return arguments and result of a call. As text, each line of the input is an argument in JSON, and the output is JSON."""
+    """Return arguments and result of a call. If they are text, each line of the input is an argument in JSON, and the output is JSON."""
     if isinstance(given, list):
         return given, wanted
     if not isinstance(given, str) or not isinstance(wanted, str):
@@ -220,7 +220,7 @@ def _checker(code: object) -> str:
 def _parsed(code: str, what: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as those of escapes in its texts
+            warnings.simplefilter("ignore")  # such as warnings about escapes in its strings
             return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnfitTestsError(f"{what} is neither JSON nor Python: {error}") from error
@@ -252,7 +252,7 @@ def _defined(tree: ast.Module, name: str) -> ast.FunctionDef | None:
 
 
 def _called(tree: ast.Module, name: str) -> bool:
-    """Return whether code calls a function outside of that function."""
+    """Return whether code calls a function anywhere outside of that function."""
     others = [each for each in tree.body if not (isinstance(each, ast.FunctionDef) and each.name == name)]
     inside = (node for each in others for node in ast.walk(each))
     return any(
@@ -261,7 +261,7 @@ def _called(tree: ast.Module, name: str) -> bool:
 
 
 def _entry_point(given: object) -> str:
-    """Return the expression of what is tested: a name, or a method as ``Solution().name``."""
+    """Return the expression for the tested function: a name, or a method as ``Solution().name``."""
     if not given:
         raise UnfitTestsError(
             "it defines check(candidate) and does not call it: the row needs a field entry_point with the function's name"
@@ -278,7 +278,7 @@ def _entry_point(given: object) -> str:
 
 
 def _unittests(classes: Sequence[ast.ClassDef]) -> list[str]:
-    """Return the classes that are tests of unittest, also by a base in the same code."""
+    """Return the classes that are tests of unittest, directly or through a base class in the same code."""
     found: list[str] = []
     for each in classes:
         bases = {
@@ -295,7 +295,7 @@ def _test_functions(body: Sequence[ast.stmt], skipped: int = 0) -> Iterator[str]
     """Yield the names of test functions.
 
     Raises:
-        UnfitTestsError: if one needs what only pytest has.
+        UnfitTestsError: if a function needs features that only pytest has.
     """
     for each in body:
         if not (isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name.startswith("test")):
@@ -317,7 +317,7 @@ def _test_functions(body: Sequence[ast.stmt], skipped: int = 0) -> Iterator[str]
 
 
 def _test_methods(found: ast.ClassDef) -> list[str]:
-    """Return the test methods of a class as pytest knows it."""
+    """Return the test methods of a class by pytest's rules."""
     names = {each.name for each in found.body if isinstance(each, ast.FunctionDef)}
     if prepared := names & {"setup_method", "setup_class", "teardown_method", "teardown_class", "__init__"}:
         raise UnfitTestsError(
@@ -327,7 +327,7 @@ def _test_methods(found: ast.ClassDef) -> list[str]:
 
 
 def _tests_something(node: ast.AST) -> bool:
-    """Return whether a part of code is an assertion, also of unittest, numpy or pytest."""
+    """Return whether a part of code is an assertion, including assertions of unittest, numpy or pytest."""
     if not isinstance(node, ast.Call):
         return isinstance(node, ast.Assert)
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -335,7 +335,7 @@ def _tests_something(node: ast.AST) -> bool:
 
 
 def _check_pytest(tree: ast.Module) -> None:
-    """Check that code uses only what is there of pytest."""
+    """Check that code uses only the supported part of pytest."""
     for node in ast.walk(tree):
         used: Sequence[str] = ()
         if isinstance(node, ast.ImportFrom) and node.module == "pytest":

@@ -1,8 +1,8 @@
 """Reads the rows of data sets, for environments and for offline training.
 
-A data set is a file, a directory, what the package `datasets` saved to disk, or an id of the hub. Rows are read one after the other, so
-that a data set may be larger than memory; each comes with its place, for messages. Files are read by the standard library and pyarrow. The
-package `datasets`, which takes seconds and 200 MiB to import, is needed for what it saved and for the hub alone.
+A data set is a file, a directory, a directory saved by the package `datasets`, or a hub id. Rows are read one after the other, so that a
+data set may be larger than memory. Each row comes with its place, for messages. Files are read by the standard library and pyarrow. The
+package `datasets`, which takes seconds and 200 MiB to import, is only needed for directories that it saved, and for the hub.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 Row: TypeAlias = Mapping[str, Any]
 
 _ROWS_AT_ONCE = 256
-"""Rows of Arrow data that are made Python objects at once: enough to be fast, few enough for rows of megabytes."""
+"""Number of rows of Arrow data to convert to Python objects at once: enough to be fast, few enough for rows of megabytes."""
 
 _LONGEST_FIELD = (1 << 31) - 1
-"""Characters of a field of a CSV file; the standard library stops at 131,072 unless it is told otherwise."""
+"""Maximum number of characters of a field of a CSV file. The default of the standard library is 131,072."""
 
 
 class Place(NamedTuple):
-    """Where a row is, for messages: ``line 3 of train.jsonl``, ``row 3 of train.parquet``; lines count from 1, rows from 0."""
+    """Place of a row, for messages: ``line 3 of train.jsonl``, ``row 3 of train.parquet``. Lines count from 1, rows from 0."""
 
     source: str
     number: int
@@ -60,19 +60,19 @@ def rows(dataset: str, split: str, name: str | None = None) -> Iterator[Row]:
 def placed_rows(dataset: str, split: str, name: str | None = None) -> Iterator[Placed]:
     """Return the rows of a split, one after the other, each with its place.
 
-    Values are plain Python: dates and times are ISO 8601 texts, decimals numbers, and the nulls that Arrow adds to a struct because another
-    row has the field are absent. A column that is null stays null.
+    Values are plain Python: dates and times become ISO 8601 texts, and decimals become numbers. Arrow adds a null to a struct if another row
+    has the field; these nulls are left out. A column that is null stays null.
 
     Args:
-        dataset: A file, which is all of its splits: ``.jsonl``, ``.ndjson``, ``.json`` or ``.csv``, each also with ``.gz``,
+        dataset: A file, which is used for every split: ``.jsonl``, ``.ndjson``, ``.json`` or ``.csv``, each also with ``.gz``,
             ``.parquet`` or ``.arrow``; a directory with one file per split, or files of a split with names that begin with it
             (``train-00000-of-00002.parquet``), also below ``data`` or `name`; a directory that `save_to_disk` of the package `datasets`
             wrote; or a hub id, also with a revision, as ``owner/name@revision``.
-        split: Such as ``train``. Where the data set has none called ``eval``, its ``test`` or ``validation`` takes that place.
+        split: Such as ``train``. If the data set has no split ``eval``, its ``test`` or ``validation`` is used instead.
         name: Configuration of a hub data set.
 
     Raises:
-        ConfigError: if the data set cannot be read, with file, line and column where they are known.
+        ConfigError: if the data set cannot be read, with file, line and column if known.
     """
     path = Path(dataset)
     if path.is_dir():
@@ -88,7 +88,7 @@ def placed_rows(dataset: str, split: str, name: str | None = None) -> Iterator[P
 
 
 class Part(NamedTuple):
-    """A data set of several; `share` is its share of the mixture, None if all rows are taken."""
+    """One of several data sets. `share` is its share of the mixture; None if all rows are taken."""
 
     dataset: str
     share: Fraction | None
@@ -101,7 +101,7 @@ def parts(data: str | Sequence[str]) -> list[Part]:
     """Read a setting that names a data set, or several with or without shares (``a.jsonl=0.7``).
 
     Raises:
-        ConfigError: if some have a share and others none, or a share is 0.
+        ConfigError: if only some have a share, or a share is 0.
     """
     if isinstance(data, str):
         return [Part(data, None)]
@@ -127,9 +127,9 @@ def _part(text: str) -> Part:
 def mixed_rows(data: str | Sequence[str], split: str) -> Iterator[Placed]:
     """Yield the rows of the data sets that a setting names (`parts`), each with its place.
 
-    Without shares they come one after the other. With shares each data set has had its share of the rows after any number of them, less than
-    one row off, and the same settings give the same order. The mixture ends where the data set whose turn it is has no row left: no row
-    comes twice, and rows that are left of the others are not used.
+    Without shares, the data sets come one after the other. With shares, after any number of rows, the rows of each data set differ from its
+    share by less than one row, and the same settings give the same order. The mixture ends when the data set whose turn it is has no row
+    left: no row comes twice, and the remaining rows of the other data sets are not used.
 
     Raises:
         ConfigError: if a data set cannot be read, or has no row.
@@ -145,7 +145,7 @@ def mixed_rows(data: str | Sequence[str], split: str) -> Iterator[Placed]:
     total, turn = sum(weights), lcm(*weights)
     taken = [0] * len(found)
     for count in itertools.count(1):
-        # Of those that have less than their share of so many rows, the one whose next row is due first (Tijdeman, 1980).
+        # Among data sets with less than their share of `count` rows, take the one whose next row is due first (Tijdeman, 1980).
         behind = [index for index, weight in enumerate(weights) if taken[index] * total < weight * count]
         due = min(behind, key=lambda index: (taken[index] + 1) * (turn // weights[index]))
         taken[due] += 1
@@ -167,7 +167,7 @@ def _not_empty(dataset: str, split: str) -> Iterator[Placed]:
 
 
 def kind(path: Path) -> str | None:
-    """Return the ending that says how a file is read, such as ``.jsonl`` for ``a.JSONL.gz``; None for a file of another kind."""
+    """Return the ending that determines how a file is read, such as ``.jsonl`` for ``a.JSONL.gz``; None for other kinds of files."""
     endings = [each.lower() for each in path.suffixes[-2:]]
     if endings[-1:] == [_COMPRESSED]:
         ending = "".join(endings[:-1])
@@ -192,7 +192,7 @@ def _open(path: Path) -> gzip.GzipFile | IO[bytes]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers, without a byte order mark. They end at line feeds alone."""
+    """Yield the lines of a file with their numbers, without a byte order mark. Only line feeds end lines."""
     try:
         with _open(path) as file:
             for number, line in enumerate(file, 1):
@@ -206,7 +206,7 @@ def _reason(error: Exception) -> str:
 
 
 def _jsonl(path: Path) -> Iterator[Placed]:
-    """Yield the objects of a JSONL file. Other characters that end lines elsewhere, such as U+2028, are text."""
+    """Yield the objects of a JSONL file. Characters that end lines elsewhere, such as U+2028, are text here."""
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -223,7 +223,7 @@ def _jsonl(path: Path) -> Iterator[Placed]:
 
 
 def _json_error(error: Exception) -> str:
-    """Return what is wrong with a text of JSON, and in which column, from 1."""
+    """Return what is wrong with a JSON text, and in which column, counted from 1."""
     match error:
         case json.JSONDecodeError():
             return f"{error.msg} at column {error.colno}"
@@ -237,7 +237,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class _Text:
-    """A JSON text that is read value by value; the text is in memory, its values are not."""
+    """A JSON text that is read value by value. The whole text is in memory, but only one value at a time."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path, self._text = path, text
@@ -245,7 +245,7 @@ class _Text:
         self.skip()
 
     def skip(self, mark: str = "") -> bool:
-        """Skip spaces, and then a mark and spaces; return whether the mark was there."""
+        """Skip spaces, then a mark and spaces. Return whether the mark was there."""
         self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
         if not mark or not self._text.startswith(mark, self._at):
             return False
@@ -276,13 +276,13 @@ class _Text:
         return value
 
     def fail(self, wanted: str) -> ConfigError:
-        """Return the error of a text that lacks something here."""
+        """Return the error for a text that lacks `wanted` here."""
         column = self._at - self._text.rfind("\n", 0, self._at)
         return ConfigError(f"{self.place} is not JSON: expecting {wanted} at column {column}")
 
 
 def _json(path: Path) -> Iterator[Placed]:
-    """Yield the objects of a JSON file: of its list, of the only list of objects in its object, or one after the other.
+    """Yield the objects of a JSON file: from its list, from the only list of objects in its object, or one after the other.
 
     An object with a list of messages (objects with a role) is a row, not a list of rows.
     """
@@ -303,7 +303,7 @@ def _json(path: Path) -> Iterator[Placed]:
 
 
 def _listed(text: _Text) -> Iterator[Placed]:
-    """Yield the objects of a list, after its bracket."""
+    """Yield the objects of a list. The text is just after its opening bracket."""
     more = not text.skip("]")
     while more:
         place = text.place
@@ -324,7 +324,7 @@ def _object(place: Place, value: Any) -> Row:  # noqa: ANN401 - whatever was rea
 
 
 _OF_A_ROW = {"messages", "prompt", "question"}
-"""Fields by which an object is a row, whatever lists it has, such as one of tools."""
+"""An object with one of these fields is a row, even if it has a list, such as a list of tools."""
 
 
 def _list_within(value: Any) -> str | None:  # noqa: ANN401 - whatever was read
@@ -338,7 +338,7 @@ def _list_within(value: Any) -> str | None:  # noqa: ANN401 - whatever was read
 
 
 def _csv(path: Path) -> Iterator[Placed]:
-    """Yield the records of a CSV file by the names of its first one. All values are texts; a record may span lines."""
+    """Yield the records of a CSV file, with the names from its first record. All values are texts; a record may span lines."""
     csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.reader((_decoded(path, *each) for each in _lines(path)), strict=True)
     header: list[str] = []
@@ -390,7 +390,7 @@ def _parquet(path: Path) -> Iterator[Placed]:
 
 
 def _arrow(path: Path) -> Iterator[Placed]:
-    """Yield the rows of an Arrow file, of the format with a footer or of the one of streams. It is mapped, not loaded."""
+    """Yield the rows of an Arrow file, in the file format or the stream format. The file is mapped, not loaded."""
     import pyarrow as pa  # noqa: PLC0415 - slow to import
 
     try:
@@ -426,10 +426,10 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Placed]]] = {
 }
 
 ENDINGS = tuple(_READERS)
-"""How the names of files end that are read."""
+"""Endings of the names of files that can be read."""
 
 _USUAL = (".jsonl", ".parquet")
-"""Files of a directory that are read beside others of the same split, which are copies or notes of them."""
+"""Kinds of files that are preferred in a directory. Files of other kinds for the same split are copies of them or notes."""
 
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv")
 """Files that may be compressed."""
@@ -443,9 +443,9 @@ def _of_arrow(row: Row) -> Row:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401, PLR0911 - whatever a row has; one line per type
-    """Return a value of Arrow as plain Python, without the nulls that Arrow adds: a struct has every field that any row has.
+    """Return a value of Arrow as plain Python, without the nulls that Arrow adds so that a struct has every field of any row.
 
-    The content of a message stays null where a row has it so.
+    If the content of a message is null, it stays null.
     """
     match value:
         case None | str() | bool() | int() | float():
@@ -471,7 +471,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401, PLR0911 - whatever a row has; on
 
 
 def _number(value: Decimal) -> int | float | str:
-    """Return a decimal as a number; as a text if no number of Python has its value."""
+    """Return a decimal as a number, or as a text if no Python number has exactly its value."""
     if not value.is_finite():
         return float(value)
     if value == value.to_integral_value():
@@ -487,7 +487,7 @@ def _names(split: str) -> tuple[str, ...]:
 
 
 def _files(path: Path, split: str, name: str | None) -> list[Path]:
-    """Return the files of a split in a directory, all of one kind; none if it has no such split.
+    """Return the files of a split in a directory, all of one kind; empty if it has no such split.
 
     Raises:
         ConfigError: if there are files of several kinds: they may be copies of each other.
@@ -514,12 +514,12 @@ def _files(path: Path, split: str, name: str | None) -> list[Path]:
 
 
 def _exact(split: str) -> set[str]:
-    """Return the names that the only file of a split may have."""
+    """Return the names that a split's file may have if the split is a single file."""
     return {split + ending for ending in _READERS} | {split + ending + _COMPRESSED for ending in _TEXTS}
 
 
 def _directory(path: Path, split: str, name: str | None) -> Iterator[Placed]:
-    """Return the rows of the files of a split; what the package `datasets` finds if no file is named after it."""
+    """Return the rows of the files of a split. If no file is named after the split, return the rows that the package `datasets` finds."""
     if found := _files(path, split, name):
         return (placed for each in found for placed in _file(each))
     if any(kind(each) is not None and each.is_file() for each in path.rglob("*")):
@@ -551,7 +551,7 @@ def _numbered(source: str, found: Iterable[Row]) -> Iterator[Placed]:
 
 
 def _hub(dataset: str, split: str, name: str | None) -> Iterator[Placed]:
-    """Return the rows of a data set of the hub. Offline, those of the copy of the revision in the cache of the hub."""
+    """Return the rows of a data set of the hub. Offline, read the revision's copy in the hub's cache."""
     from huggingface_hub import constants, snapshot_download  # noqa: PLC0415 - slow to import
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
@@ -579,19 +579,19 @@ def _hub(dataset: str, split: str, name: str | None) -> Iterator[Placed]:
                     f" `hf download {repository} --repo-type dataset --revision {revision}`"
                 )
             if revision or missing == 0:
-                return _loaded(str(copy), split, name, None)  # by the configurations of its README, as online
+                return _loaded(str(copy), split, name, None)  # using the configurations in its README, as online
     check_hub_dataset(repository, "dataset")
     return _loaded(repository, split, name, revision or None)
 
 
 def _missing(files: Sequence[Path]) -> int | None:
-    """Return how many files of a split a download left out, by their names (``-00001-of-00002``); None if it has none of them."""
+    """Return how many files of a split are missing in a download, judging by their names (``-00001-of-00002``); None if all are missing."""
     counts = [int(found[1]) for each in files if (found := re.search(r"-of-(\d+)", each.name))]
     return max(0, max(counts, default=0) - len(counts)) if files else None
 
 
 def _loaded(dataset: str, split: str, name: str | None, revision: str | None) -> Iterator[Placed]:
-    """Return what the package `datasets` loads: of the hub, or of a directory whose files have names of other rules."""
+    """Return the rows that the package `datasets` loads: from the hub, or from a directory whose files are named by other rules."""
     from datasets import load_dataset  # noqa: PLC0415 - slow to import
     from datasets.exceptions import DatasetsError  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""An open episode of a multi-turn environment, and how it is replayed when its process ends because of another one."""
+"""An open episode of a multi-turn environment, and its replay when its process ends because of another episode."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sluice.environments.worker import EnvironmentFailedError, Reason, Worker
 log = structlog.get_logger(__name__)
 
 MOST_LOSSES = 8
-"""Processes that may end under a call or an episode because of others, before it fails as well."""
+"""How often the process of a call or an episode may end because of others, before the call or the episode fails, too."""
 
 
 class ReplayDiffersError(Exception):
-    """An episode that another process began cannot be continued: it has to begin again."""
+    """An episode cannot be continued in another process. It has to begin again."""
 
 
 class OpenEpisode:
-    """An episode of a multi-turn environment. If its process ends because of another one, it is replayed in a further process.
+    """An episode of a multi-turn environment. If its process ends because of another episode, it is replayed in another process.
 
     Attributes:
-        name: Names it in its process.
+        name: Its name in its process.
         messages: Messages to begin with.
         tools: Functions that the assistant may call.
         worker: Its process.
@@ -50,11 +50,11 @@ class OpenEpisode:
         self._answers: list[tuple[str | Message, bytes]] = []
 
     async def begin(self) -> None:
-        """Open it, and make the steps again that were made before.
+        """Open it, and repeat the steps that were made before.
 
         Raises:
             EnvironmentFailedError: if the environment fails.
-            ReplayDiffersError: if it answers otherwise than before.
+            ReplayDiffersError: if its answers differ from the earlier ones.
         """
         self.worker = None
         arguments = {"episode": self.name, "task": task_fields(self._task), "seed": self._seed}
@@ -67,7 +67,7 @@ class OpenEpisode:
                 raise self._differs(f"step {number + 1}")
 
     async def step(self, completion: str | Message, *, last: bool = False) -> Turn:
-        """Take the assistant's turn: its text, or its message if there are tools; `last` if the run takes no further one.
+        """Take the assistant's turn: its text, or its message if there are tools; `last` if the run takes no further turn.
 
         Raises:
             EnvironmentFailedError: if the environment fails.
@@ -109,5 +109,5 @@ def _digest(answer: Mapping[str, Any]) -> bytes:
 
 
 def task_fields(task: Task) -> dict[str, Any]:
-    """Return a task as its environment's process takes it."""
+    """Return a task in the form that its environment's process expects."""
     return {"task_id": task.task_id, "data": task.data, "max_tokens": task.max_tokens}

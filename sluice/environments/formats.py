@@ -1,4 +1,4 @@
-r"""Formats of data sets: how a row becomes a question and its answer, which reward judges it, and where the data set is.
+r"""Formats of data sets. A format says how a row becomes a question and an answer, which reward judges it, and where the data set is.
 
 The environment `question_answer` takes one by name (``format = "gsm8k"``), from a file of yours (``format = "my/formats.py:read"``, a
 function of a row, or a `Format`), or from an installed package that names it among its entry points ``sluice.formats``.
@@ -24,10 +24,10 @@ class Format:
     """A format of data sets.
 
     Attributes:
-        read: Returns ``question`` (a text or messages), ``answer``, and if there is one ``id`` of a row; None leaves the row out. It
-            raises a ValueError or KeyError, which says why, for a row that does not fit.
-        reward: The reward where the settings name none; see `sluice.environments.rewards`.
-        dataset: Where the data set is if the settings do not say: a hub id.
+        read: Returns ``question`` (a text or messages), ``answer`` and, if the row has one, ``id``. None leaves the row out. For a row
+            that does not fit, it raises a ValueError or KeyError that says why.
+        reward: The reward if the settings name none; see `sluice.environments.rewards`.
+        dataset: Hub id of the data set, if the settings name none.
         name: Its configuration on the hub.
     """
 
@@ -38,7 +38,7 @@ class Format:
 
 
 def read_gsm8k(row: Row) -> Mapping[str, Any]:
-    """Return question and number of a row as GSM8K has them: the ``answer`` ends with ``#### 1,234``."""
+    """Return question and number of a row of GSM8K: the ``answer`` ends with ``#### 1,234``."""
     before, mark, number = str(row["answer"]).rpartition("####")
     number = number.strip().replace(",", "")
     if not mark or not number:
@@ -47,7 +47,7 @@ def read_gsm8k(row: Row) -> Mapping[str, Any]:
 
 
 def read_hendrycks_math(row: Row) -> Mapping[str, Any]:
-    r"""Return problem and result of a row as Hendrycks' MATH has them: the ``solution`` has the result in its last ``\boxed{}``."""
+    r"""Return problem and result of a row of Hendrycks' MATH: the ``solution`` has the result in its last ``\boxed{}``."""
     return {"question": row["problem"], "answer": last_boxed(str(row["solution"]))}
 
 

@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_FRAME_BYTES = 64 << 20
-"""Longest frame: a group of 256 completions of 100 KB each fits."""
+"""Maximum bytes of a frame. A group of 256 completions of 100 KB each fits."""
 
 _MAX_DEPTH = 64
-"""Deepest nesting; a list that contains itself exceeds it too."""
+"""Maximum nesting. A list that contains itself exceeds it, too."""
 
 _LENGTH_BYTES = 4
 
 
 class NotPlainError(ValueError):
-    """A value cannot leave its process. The message says which one, and what can."""
+    """A value cannot leave its process. The message says which value, and which types can."""
 
 
 class BrokenFrameError(Exception):
-    """The bytes are no frames: something else was written to the connection."""
+    """The bytes are not frames: something else was written to the connection."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -83,7 +83,7 @@ class FrameReader:
         """Return the messages that these bytes complete.
 
         Raises:
-            BrokenFrameError: if the stream holds something else than frames; it cannot be read any further.
+            BrokenFrameError: if the stream holds anything but frames. Then it cannot be read any further.
         """
         self._buffer += data
         messages = []

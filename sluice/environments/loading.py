@@ -1,4 +1,4 @@
-"""Finds an environment by what the settings call it, and constructs it.
+"""Finds an environment by its name in the settings, and constructs it.
 
 The processes of an environment load this module each time one starts, so it imports no settings.
 """
@@ -13,7 +13,7 @@ from sluice.errors import ConfigError
 from sluice.loading import construct
 
 ENVIRONMENT_GROUP = "sluice.environments"
-"""Entry points of this group name environments that are installed."""
+"""Entry points of this group name installed environments."""
 
 BUILT_IN: Mapping[str, str] = {
     "mcp": "sluice.environments.libraries.mcp:McpTools",
@@ -25,26 +25,26 @@ BUILT_IN: Mapping[str, str] = {
     "verifiers": "sluice.environments.libraries.verifiers:load",
     "verl": "sluice.environments.libraries.verl:load",
 }
-"""Environments that come with Sluice. Those of `libraries` need the library of that name."""
+"""Environments that come with Sluice. Those in `libraries` need the library of the same name."""
 
 SERVED = "grpc://"
-"""Beginning of the reference of an environment that a server has."""
+"""Beginning of the reference of an environment on a server."""
 
 PLAYING = frozenset({"verifiers"})
-"""Names of those that play their episodes themselves, with a gateway as their model."""
+"""Names of environments that play their episodes themselves, with a gateway as their model."""
 
 _REMOTE = "sluice.environments.remote:connect_environment"
 
 
 def load_environment(reference: str, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of the user's
-    """Construct an environment, or an agent, which has `run` and need have nothing else.
+    """Construct an environment, or an agent, which only needs `run`.
 
     Args:
         reference: An installed id, ``module:Attr``, ``path/to/env.py:Attr``, or ``grpc://host:port`` of a server.
         arguments: Keyword arguments of the class or function that it names.
 
     Raises:
-        ConfigError: if it cannot be found or constructed, or is no environment.
+        ConfigError: if it cannot be found or constructed, or is not an environment.
     """
     if reference.startswith(SERVED):
         arguments = {**arguments, "address": reference.removeprefix(SERVED)}
@@ -58,7 +58,7 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> Any:  # no
 
 
 def _lacks(environment: object) -> str:
-    """Return which of the two things that every environment has are missing, as a clause for people."""
+    """Return which of the two required parts of an environment are missing, as a clause for people."""
     missing = [name for name in ("name", "tasks") if not hasattr(environment, name)]
     return f", since it has no {' and no '.join(missing)}" if missing else ""
 

@@ -1,6 +1,6 @@
-"""Which fields a message of an environment may have.
+"""The fields that a message of an environment may have.
 
-Imports nothing of the contracts: the processes of environments check their messages with it, and start in milliseconds.
+Imports no contracts, because the processes of environments check their messages with it, and must start in milliseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 
 _OF_TRAINING = {"weight", "loss", "train"}
-"""Fields with which data sets say whether SFT learns a message. They mean nothing in a prompt."""
+"""Fields by which data sets say whether SFT trains on a message. They have no meaning in a prompt."""
 
 
 class UnfitMessagesError(ValueError):
@@ -20,7 +20,7 @@ class UnfitMessagesError(ValueError):
 
 
 def message_fields(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Return the texts of a message by field, and its tool calls as id, name and arguments. What is empty counts as absent.
+    """Return the texts of a message by field, and its tool calls as id, name and arguments. Empty fields count as absent.
 
     Raises:
         ValueError: if the message has no role, an unknown field that is not empty, or a field that is not text.
@@ -43,7 +43,7 @@ def message_fields(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[dic
 
 
 def _text(content: Any) -> Any:  # noqa: ANN401 - whatever an environment gave
-    """Return the text of a list of parts that are text; other content as it is."""
+    """Return the text of a list of text parts. Return other content unchanged."""
     if isinstance(content, list) and all(isinstance(each, Mapping) and each.get("type") == "text" for each in content):
         texts = [each.get("text") or "" for each in content]
         return "".join(texts) if all(isinstance(each, str) for each in texts) else texts

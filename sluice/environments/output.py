@@ -1,19 +1,19 @@
-"""What an environment's process prints, cut into lines and bounded, so that a flood fills neither log nor memory. Pure."""
+"""Output of an environment's process, cut into lines and rate-limited, so that a flood fills neither log nor memory. Pure."""
 
 from __future__ import annotations
 
 LINES_PER_MINUTE = 600
-"""Lines that one process may print to the log in a minute; further ones are counted."""
+"""Maximum number of lines per minute from one process in the log. Further lines are counted."""
 
 LINE_CHARACTERS = 1000
-"""Longest line that is logged; the rest of a longer one is left out."""
+"""Maximum number of characters of a logged line. The rest of a longer line is left out."""
 
 
 class BoundedLines:
-    """Cuts what a process prints into lines, and lets so many a minute pass.
+    """Cuts the output of a process into lines, and lets `per_minute` of them pass.
 
     Args:
-        per_minute: Lines that pass in a minute; a sixth of them at once, after ten quiet seconds.
+        per_minute: Lines that pass per minute. After ten quiet seconds, a sixth of them may pass at once.
         now: Seconds on a monotonic clock.
     """
 
@@ -25,9 +25,9 @@ class BoundedLines:
         self._skipping = False
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """Return the lines that may be logged; an empty text is the end of the output.
+        """Return the lines to log. Empty `data` is the end of the output.
 
-        Lines that were left out are counted, and the count is logged as soon as lines pass again, and at the end.
+        Lines that were left out are counted. The count is logged when lines pass again, and at the end.
         """
         self._allowed = min(self._at_once, self._allowed + (now - self._then) * self._per_minute / 60)
         self._then = now

@@ -1,8 +1,8 @@
-"""The code of an environment runs in processes of its own: tasks, messages, reset, step and score.
+"""The code of an environment runs in separate processes: tasks, messages, reset, step and score.
 
-A process that hangs, dies or needs too much memory is killed with all that it started, and another takes its place. The call at fault
-fails with an `EnvironmentFailedError` that names its task. Other calls are made again, and other episodes of that process are replayed
-in another one: reset with the same seed, then the same steps.
+A process that hangs, dies or needs too much memory is killed, together with all processes that it started, and replaced. The call at fault
+fails with an `EnvironmentFailedError` that names its task. Other calls are retried, and other episodes of that process are replayed in
+another process: reset with the same seed, then the same steps.
 """
 
 from __future__ import annotations
@@ -66,40 +66,41 @@ _calls, _seconds = cache(CALLS.labels), cache(CALL_SECONDS.labels)
 log = structlog.get_logger(__name__)
 
 _MOST_PROCESSES = 4
-"""Processes that are started at most if the settings name no number."""
+"""Maximum number of processes if the settings name none."""
 
 _MOST_SCORINGS = 4096
-"""Durations of scorings that are kept while nobody takes them."""
+"""Maximum number of scoring durations to keep until somebody takes them."""
 
 _COROUTINES = 64
 """Calls at a time in a process whose environment has coroutine methods, if the settings name no number."""
 
 _PATIENCE_S = 0.05
-"""Seconds that calls wait before a further process is started for them: about what its start takes."""
+"""Seconds that calls wait before another process is started for them: about the time that its start takes."""
 
 SCORE_S = 10.0
-"""Seconds to score a group if the settings name none; beside the limits of an environment that has its own, for all else."""
+"""Seconds to score a group if the settings name none. For an environment with its own limits: seconds in addition to these."""
 
 _EXTRA_S = 1.0
-"""Seconds that a process with coroutine methods gets to cancel a call that is late, before it is killed."""
+"""Seconds that a process with coroutine methods gets to cancel a late call, before the process is killed."""
 
 _EXIT_S = 1.0
 """Seconds that idle processes get to end by themselves when the run ends."""
 
 _MEMORY_POLL_S = (0.25, 1.0)
-"""Least and most seconds between two looks at the memory of the processes."""
+"""Minimum and maximum seconds between two checks of the memory of the processes."""
 
 _FASTEST_MIB_PER_S = 8192.0
-"""How fast four looping allocations take memory."""
+"""Rate at which four processes that allocate in a loop take memory."""
 
 _MEMORY_SHARE = 0.1
-"""Most of a core that these looks may take: they take longer for processes with much memory."""
+"""Maximum share of a core that these checks may take. They take longer for processes with much memory."""
 
 
 def memory_look_s(room_mib: float, took_s: float) -> float:
     """Return the seconds until the next check of the memory of processes, the largest of which is `room_mib` below its limit. Pure.
 
-    Until then a looping allocation passes the limit by 0.5 GiB at most, unless the last look was costly: it took `took_s`.
+    A process that allocates in a loop exceeds its limit by at most 0.5 GiB until then, unless the check itself is slow: the last one took
+    `took_s`.
     """
     least, most = _MEMORY_POLL_S
     return max(least, min(most, room_mib / _FASTEST_MIB_PER_S), took_s / _MEMORY_SHARE)
@@ -110,8 +111,8 @@ class ScoringTime:
     """How long a group may be scored. Pure.
 
     Args:
-        score_s: Seconds for a group, as the settings have it; 0 if they leave it to the environment.
-        each_s: Most seconds that the environment takes for one completion, because it ends what takes longer; 0 if it has no such limit.
+        score_s: Seconds for a group, from the settings; 0 if they leave it to the environment.
+        each_s: Maximum seconds for one completion, after which the environment itself ends its scoring; 0 if it has no such limit.
         together: Whether the completions of a group are scored at the same time.
     """
 
@@ -120,27 +121,27 @@ class ScoringTime:
     together: bool = False
 
     def own_s(self, completions: int) -> float:
-        """Return the seconds after which the environment has ended the scoring of so many completions itself; 0 if it does not."""
+        """Return the seconds after which the environment itself has ended the scoring of `completions` completions; 0 if it has no limit."""
         return self.each_s if self.together else self.each_s * completions
 
     def limit_s(self, completions: int) -> float:
-        """Return the seconds after which the process that scores so many completions is killed."""
+        """Return the seconds after which a process that scores `completions` completions is killed."""
         own_s = self.own_s(completions)
         return max(self.score_s or SCORE_S, own_s + SCORE_S if own_s else 0.0)
 
     def too_short(self, completions: int) -> bool:
-        """Return whether the settings give less than the environment may take."""
+        """Return whether the settings give less time than the environment may take."""
         return 0 < self.score_s < self.own_s(completions)
 
 
 class Restarts:
     """Decides when another process may be started after one that died. Pure.
 
-    A death is charged to the call at fault if that is known: the call fails, and its task can be put in quarantine. The deaths that
-    nobody is to blame for, such as those at start, are counted while no call is answered: an environment that cannot run must end.
+    If the call at fault is known, a death is charged to it: the call fails, and its task can be put in quarantine. Other deaths, such as
+    deaths at start, are counted until a call is answered, because an environment that cannot run must end.
 
     Args:
-        most: Counted deaths in a row after which no further process is started.
+        most: Maximum number of counted deaths in a row. After more, no process is started.
     """
 
     def __init__(self, most: int) -> None:
@@ -154,7 +155,7 @@ class Restarts:
         """Return the seconds until the next start; None to give up.
 
         Args:
-            charged: Whether a call is at fault, and fails for it.
+            charged: Whether a known call is at fault and fails.
         """
         if charged:
             return 0.0
@@ -165,25 +166,25 @@ class Restarts:
 
 
 class EnvironmentProcesses:
-    """An environment whose code runs in processes of their own; use it as an async context.
+    """An environment whose code runs in separate processes. Use it as an async context.
 
     Args:
         reference: An installed id, ``module:Attr`` or ``path/to/env.py:Attr``.
         arguments: Keyword arguments of the environment's class or function.
-        start_limit: Seconds to construct the environment, and to list its tasks; and the setting that says so.
-        section: Table of the settings that `config` is, for messages.
+        start_limit: Seconds to construct the environment, and to list its tasks; and the name of that setting.
+        section: Name of the table of `config` in the settings, for messages.
         group_size: Completions of a group, to check that `score_s` is not too short for an environment with limits of its own.
-        clock: Says when a call, a start or a memory check is due.
+        clock: Time of calls, starts and memory checks.
 
     Attributes:
-        name: The environment's name, known once the context is entered, as the next five.
+        name: The environment's name. It and the next five attributes are known once the context is entered.
         single_turn: Whether it poses questions and scores answers.
         multi_turn: Whether it opens episodes of several turns.
-        poses: Whether it has the messages that an episode begins with.
+        poses: Whether it gives the messages with which an episode begins.
         scores: Whether it scores answers.
         plays: Whether it plays episodes itself, with a gateway as its model.
-        failures: Failed calls by `Reason`; "missing" counts rewards that were given up.
-        processes_ended: Processes that ended before the run, by `Reason`; no call need have been at fault.
+        failures: Number of failed calls by `Reason`; "missing" counts missing rewards.
+        processes_ended: Number of processes that ended before the run did, by `Reason`, with or without a call at fault.
     """
 
     name = ""
@@ -236,14 +237,14 @@ class EnvironmentProcesses:
             self._start_one()
             await self._described
             while self.multi_turn and not self.single_turn and len(self._lives) < self._most:
-                self._start_one()  # now: episodes that begin in the first process stay there
+                self._start_one()  # at once, because episodes that begin in the first process stay there
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """End the processes; calls that are under way are given up."""
+        """End the processes. Calls in progress are given up."""
         self._closing = True
         if self._look_again is not None:
             self._look_again.cancel()
@@ -254,17 +255,17 @@ class EnvironmentProcesses:
         finally:
             self._described.cancel()
             self._give_up("the run ends")
-            await self._watchdog.stop()  # which kills what is left
+            await self._watchdog.stop()  # this kills processes that are left
 
     def waits_for(self) -> Iterator[str]:
-        """Yield why no call is answered at the moment, if that is so. Without calls it needs no process: the next call starts one."""
+        """Yield the reason if no call can be answered at the moment. Without calls no process is needed: the next call starts one."""
         if self._given_up:
             yield f"the environment {self.name}: it was given up, since its processes ended too often"
         elif self._waiting and not self._workers:
             yield f"a process of the environment {self.name}, which is started again"
 
     async def tasks(self, split: str, seed: int) -> Sequence[Task]:
-        """Return the tasks of a split; the same seed gives the same tasks in the same order. They are in a file if they are large.
+        """Return the tasks of a split; the same seed gives the same tasks in the same order. If they are large, they are stored in a file.
 
         Raises:
             ConfigError: if the environment fails, or does not list them in time.
@@ -302,28 +303,28 @@ class EnvironmentProcesses:
         return list(value)
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[float | None]:
-        """Return the rewards of some completions of a task, as `judge` finds them."""
+        """Return the rewards of some completions of a task; see `judge`."""
         return [each.reward for each in await self.judge(task, completions)]
 
     @property
     def failed_calls(self) -> int:
-        """Calls that failed so far; a reward that is missing is none."""
+        """Number of calls that failed so far. A missing reward does not count."""
         return self.failures.total() - self.failures["missing"]
 
     def take_scoring_s(self) -> list[float]:
-        """Return the seconds that each `judge` took that ended since the last call, the wait for a process included; the last 4,096."""
+        """Return the seconds of each `judge` that ended since the last call, including the wait for a process; at most the last 4,096."""
         taken = list(self._scoring_s)
         self._scoring_s.clear()
         return taken
 
     async def judge(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        """Return what some completions of a task are worth; the reward is None where it is missing.
+        """Return the scores of some completions of a task. A missing reward is None.
 
-        All are scored in one call. Those that fail are scored again, each on its own, so that one bad completion spoils no other.
-        What went wrong is logged once, at the end.
+        Score all in one call. Score those that fail again, each in a separate call, so that one bad completion spoils no other.
+        Log the problems once, at the end.
 
         Raises:
-            EnvironmentFailedError: if the environment is given up.
+            EnvironmentFailedError: if no process of the environment is started any more.
         """
         problems: dict[str, str] = {}
         began = self._clock()
@@ -358,7 +359,7 @@ class EnvironmentProcesses:
         return _MISSING
 
     async def _scored(self, task: Task, completions: Sequence[str], problems: dict[str, str]) -> list[Score]:
-        """Score completions in one call, and add to `problems` the reason of each that occurs."""
+        """Score completions in one call, and add each problem that occurs to `problems`."""
         limit = (self._scoring.limit_s(len(completions)), f"{self._section}.score_s")
         try:
             values, _ = await self._call(
@@ -383,9 +384,9 @@ class EnvironmentProcesses:
         Args:
             task_id: For messages.
             data: Data of the task.
-            base_url: The gateway's, for OpenAI's libraries.
+            base_url: The gateway's base URL for OpenAI's libraries.
             api_key: Key of the episode's session.
-            limit: Seconds, and the setting that says so.
+            limit: Seconds, and the name of that setting.
 
         Raises:
             EnvironmentFailedError: if the environment fails.
@@ -425,7 +426,7 @@ class EnvironmentProcesses:
         """Call a method in `worker`, or in the process with the least to do.
 
         Returns:
-            What it returned, and the process that ran it.
+            Its return value, and the process that ran it.
 
         Raises:
             EnvironmentFailedError: if it fails.
@@ -466,7 +467,7 @@ class EnvironmentProcesses:
         return call
 
     def _pump(self) -> None:
-        """Give calls to the processes that have room for them; start a process if they have waited for some time."""
+        """Give calls to processes that have room for them. Start a process if calls have waited for some time."""
         for worker in self._workers:
             while worker.waiting and self._runs(worker, worker.waiting[0]):
                 worker.waiting.popleft()
@@ -479,11 +480,11 @@ class EnvironmentProcesses:
             self._waiting.popleft()
             worker = min(free or live, key=lambda each: (len(each.running), each.episodes))
             if not (free and self._runs(worker, call)):
-                worker.waiting.appendleft(call)  # it must be alone: nothing else is begun there before it
+                worker.waiting.appendleft(call)  # it must run alone: nothing else may begin in this process before it
         self._grow()
 
     def _runs(self, worker: Worker, call: Call) -> bool:
-        """Let a process run a call, if it can now; return whether the call has left the queue."""
+        """Let a process run a call, if it can now. Return whether the call has left the queue."""
         if call.answer.done():  # nobody waits for it any more
             return True
         if not worker.can_run(call):
@@ -496,7 +497,7 @@ class EnvironmentProcesses:
         return True
 
     def _grow(self) -> None:
-        """Start a process if calls have waited long enough for one; look again when they will have."""
+        """Start a process if calls have waited long enough. Otherwise check again when they will have."""
         queues = [queue for queue in (self._waiting, *(worker.waiting for worker in self._workers)) if queue]
         if not queues or self._starting or self._closing or self._given_up or len(self._lives) >= self._most:
             return
@@ -521,7 +522,7 @@ class EnvironmentProcesses:
         life.add_done_callback(self._check_life)
 
     def _check_life(self, life: asyncio.Task[None]) -> None:
-        """Let no call wait for a process whose task failed."""
+        """If the task of a process failed, give up, so that no call waits for that process."""
         if not life.cancelled() and (error := life.exception()) is not None:
             log.error("a process of the environment is lost by a defect", exc_info=error)
             self._give_up(f"a process of environment {self.name} was lost by a defect: {error!r}")
@@ -592,7 +593,7 @@ class EnvironmentProcesses:
 
     @property
     def scoring(self) -> ScoringTime:
-        """How long a group may be scored; the environment's part of it is known once it has started."""
+        """How long a group may be scored. The environment's part of it is known once the environment has started."""
         return self._scoring
 
     def _too_short(self) -> str:
@@ -623,7 +624,7 @@ class EnvironmentProcesses:
         self._pump()
 
     def _forget(self, worker: Worker, episode: str, task_id: str, *, closed: bool) -> None:
-        """Count an episode no more, and let its process forget it unless the episode has ended; nobody waits for that."""
+        """Stop counting an episode. Unless it has ended, let its process forget it, without waiting for that."""
         worker.episodes -= 1
         if not (closed or worker.ended.is_set() or self._closing):
             call = self._submit("close", task_id, {"episode": episode}, self._call_limit, worker)
@@ -631,7 +632,7 @@ class EnvironmentProcesses:
             self._pump()
 
     def _lost(self, worker: Worker, problem: str, how: str) -> None:
-        """Fail the call that ended a process, make others again, and decide about another process."""
+        """Fail the call that ended a process, retry the others, and decide whether to start another process."""
         if self._closing:
             return
         if not self._described.done():  # the first start
@@ -668,7 +669,7 @@ class EnvironmentProcesses:
         self._pump()
 
     def _again(self, call: Call, end: End, *, ran: bool) -> None:
-        """Submit a call again that lost its process, or let it fail."""
+        """Retry a call that lost its process, or let it fail."""
         if call.answer.done():
             return
         if call is end.culprit:
@@ -724,19 +725,19 @@ class EnvironmentProcesses:
 _MISSING = Score(None)
 
 _PINNED = {"step", "close", "tasks", "run"}
-"""Methods that no other process can run again: it lacks their state, or a gateway has their requests already."""
+"""Methods that cannot be retried in another process, because it lacks their state, or a gateway already has their requests."""
 
 
 def _raised(call: Call, raised: Mapping[str, str]) -> EnvironmentFailedError:
-    """Return how a call failed that raised, or that returned messages of an unusable form."""
+    """Return the error for a call that raised, or that returned messages of an unusable form."""
     reason, text = Reason.RAISED, f"{call.name} raised {_text(raised)}"
     if raised["type"] == UnfitMessagesError.__name__:
         reason, text = Reason.MESSAGES, f"{call.name}: {raised['message']}"
     elif raised["type"] == ConfigError.__name__:
-        text = raised["message"]  # it says all
+        text = raised["message"]  # the message is enough
     return EnvironmentFailedError(reason, text, call.task_id)
 
 
 def _text(raised: Mapping[str, str]) -> str:
-    """Return what was raised, with the environment's own lines of the traceback."""
+    """Return the text of an error, with the environment's own lines of the traceback."""
     return f"{raised['type']}: {raised['message']}\n{raised['trace']}".rstrip()

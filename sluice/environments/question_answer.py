@@ -1,4 +1,4 @@
-"""A single-turn environment over any data set of questions and answers, with reward functions to begin with."""
+"""A single-turn environment over any data set of questions and answers, with some reward functions."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ Check: TypeAlias = Callable[[str], object]
 """Raises a ValueError for an answer that a reward cannot take."""
 
 
-def load(  # noqa: D417 - those of `QuestionAnswer` too
+def load(  # noqa: D417 - also the arguments of `QuestionAnswer`
     dataset: str = "",
     *,
     judge: Mapping[str, Any] | None = None,
     reward: str = "",
     **given: Any,  # noqa: ANN401 - as there
 ) -> QuestionAnswer | AwaitedQuestions:
-    """Asks the questions of a data set; answers are compared, tested, or judged by a model.
+    """Asks the questions of a data set. Answers are compared, tested, or judged by a model.
 
     Args:
-        dataset: A file, a directory or a hub id; see `sluice.environments.datasets`. Empty: that of the format.
+        dataset: A file, a directory or a hub id; see `sluice.environments.datasets`. Empty: the format's.
         format: ``gsm8k``, ``hendrycks_math``, or ``file.py:function`` of a row; see `sluice.environments.formats`. Empty: rows have
             the fields `question` and `answer`.
         question: Field of the question: a text, or messages.
         answer: Field of the answer.
-        reward: ``exact``, ``math``, ``gsm8k``, ``code``, or ``module:function`` of (completion, answer). Empty: that of the format.
+        reward: ``exact``, ``math``, ``gsm8k``, ``code``, or ``module:function`` of (completion, answer). Empty: the format's.
         sandbox: For ``code``: ``auto`` confines the programs, ``none`` runs them with all rights of this process.
         limits: For ``code``: ``wall_s``, ``cases_s``, ``cpu_s``, ``memory_mib``, ``output_kib``, ``threads``, ``packages``.
-        judge: In place of `reward`: ``url``, ``model``, ``prompt``, ``key_variable``, ``timeout_s``, ``at_a_time``.
+        judge: Instead of `reward`: ``url``, ``model``, ``prompt``, ``key_variable``, ``timeout_s``, ``at_a_time``.
         system: System message; none if empty.
         name: Configuration of a hub data set.
-        limit: Most tasks per split.
+        limit: Maximum number of tasks per split.
     """
     if judge is not None:
         if reward:
@@ -64,7 +64,7 @@ def _judged(questions: QuestionAnswer, judge: Judge) -> AwaitedQuestions:
 
 
 def _function(reward: str, sandbox: str, limits: Mapping[str, Any] | None) -> tuple[RewardFunction, Check | None]:
-    """Return a reward function, and what refuses answers that it cannot take."""
+    """Return a reward function, and a function that refuses answers that it cannot use."""
     if reward == "code":
         if sandbox not in {"auto", "none"}:
             raise ConfigError(f'sandbox is "auto" or "none", not {sandbox!r}')
@@ -79,12 +79,12 @@ def _answer(found: Any, structured: bool) -> str:  # noqa: ANN401 - whatever a r
     """Return an answer as text: numbers as they are written, lists and objects as JSON if the reward is `structured`.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if the row has no answer.
     """
     if isinstance(found, str):
         return found
     if isinstance(found, float) and found.is_integer():
-        return str(int(found))  # a column of whole numbers with a gap in it holds 7.0
+        return str(int(found))  # a column of whole numbers with a missing value holds 7.0
     if isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found):
         return str(found)
     if structured and isinstance(found, list | dict):
@@ -94,7 +94,7 @@ def _answer(found: Any, structured: bool) -> str:  # noqa: ANN401 - whatever a r
 
 
 def _kept(found: Any) -> Any:  # noqa: ANN401 - whatever a row has
-    """Return an answer for a function of the user's, as it is in the row.
+    """Return an answer unchanged, as in the row, for a user's function.
 
     Raises:
         ValueError: if there is none.
@@ -124,7 +124,7 @@ def _question(found: Any) -> str | list[Message]:  # noqa: ANN401 - whatever a r
 
 
 def fields(question: str, answer: str) -> Format:
-    """Return the format of rows that have question and answer in fields of their own, and perhaps ``id`` and ``entry_point``."""
+    """Return the format of rows with the question in one field and the answer in another, and perhaps ``id`` and ``entry_point``."""
 
     def read(row: Row) -> Mapping[str, Any]:
         named = {name: row[name] for name in ("id", "entry_point") if row.get(name) is not None}
@@ -134,13 +134,13 @@ def fields(question: str, answer: str) -> Format:
 
 
 class QuestionAnswer:
-    """Scores answers with a reward function; the arguments are those of `load`.
+    """Scores answers with a reward function. The arguments are those of `load`.
 
     Args:
-        checked: False takes answers that the reward function cannot compare with, since something else scores.
+        checked: False accepts answers that the reward function cannot use, because something else scores.
 
     Attributes:
-        scoring_s: Most seconds to score one answer, where the reward function has such a limit; else 0.
+        scoring_s: Maximum seconds to score one answer; 0 if the reward function has no such limit.
         awaits: Whether the reward function is a coroutine.
     """
 
@@ -177,7 +177,7 @@ class QuestionAnswer:
         self._system, self._limit = system, limit
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
-        """Return the questions of a split in an order that the seed determines; a single file is all of its splits.
+        """Return the questions of a split in an order that depends on the seed. A single file is used for every split.
 
         Raises:
             ConfigError: if the data set cannot be read or a row lacks a field.
@@ -230,10 +230,10 @@ class QuestionAnswer:
         return [{"role": "system", "content": self._system}, *asked] if self._system else asked
 
     def score(self, task: Task, completion: str) -> float | Score | None:
-        """Return what the reward function says of a completion.
+        """Return the reward function's result for a completion.
 
         Raises:
-            TypeError: if that is no number.
+            TypeError: if the result is not a number.
             ValueError: if it is not finite.
         """
         with self._noted(task):
@@ -241,7 +241,7 @@ class QuestionAnswer:
         return self._score(found)
 
     async def awaited_score(self, task: Task, completion: str) -> float | Score | None:
-        """Return what a reward function that is a coroutine says; see `score`."""
+        """Return the result of a reward function that is a coroutine; see `score`."""
         with self._noted(task):
             awaited: Any = self._reward(completion, task.data["answer"])
             found = await awaited
@@ -259,10 +259,10 @@ class QuestionAnswer:
 
 
 class AwaitedQuestions:
-    """Questions whose answers a coroutine scores, so that many are scored side by side.
+    """Questions whose answers a coroutine scores, so that many are scored concurrently.
 
     Attributes:
-        scoring_s: Most seconds to score one answer; 0 without such a limit.
+        scoring_s: Maximum seconds to score one answer; 0 without such a limit.
     """
 
     name = "question_answer"
@@ -284,5 +284,5 @@ class AwaitedQuestions:
         return self._questions.messages(task)
 
     async def score(self, task: Task, completion: str) -> float | Score | None:
-        """Return what the coroutine gives."""
+        """Return the coroutine's result."""
         return await self._score(task, completion)

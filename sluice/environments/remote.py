@@ -1,8 +1,8 @@
-"""An environment that a server of EnvironmentService has, wherever it runs and whatever it is written in: `grpc://HOST:PORT`.
+"""An environment on a server of EnvironmentService, at any address and in any language: `grpc://HOST:PORT`.
 
-It is an environment as every other one, with coroutine methods, and so its calls are made in a process of the run that keeps their
-deadlines. While the server is away a call is repeated until its time is over. A server that was restarted has lost its episodes: they
-are opened again with the same seed, and the same steps are made.
+It is an environment like any other, with coroutine methods. So its calls are made in a process of the run, which enforces their
+deadlines. While the server is unreachable, a call is retried until its deadline. A restarted server has lost its episodes: they are
+opened again with the same seed, and the same steps are repeated.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SCORE = "score"
 """Feature of a server that has Score."""
 
 DESCRIBE_S = 30.0
-"""Seconds that the server has to say what it is."""
+"""Seconds for the server to describe its environment."""
 
 CALL_S = 3600.0
-"""Longest seconds of a call; the settings of the run's environment processes have the shorter limits."""
+"""Maximum seconds of a call. The settings of the run's environment processes have shorter limits."""
 
 CLOSE_S = 5.0
 """Seconds to tell the server that an episode has ended."""
@@ -44,7 +44,7 @@ _Answer = TypeVar("_Answer")
 
 
 def connect_environment(address: str, **security: Any) -> RemoteEnvironment:  # noqa: ANN401 - as the settings have it
-    """Return the environment that a server has.
+    """Return the environment on a server.
 
     Args:
         address: Host and port.
@@ -66,7 +66,7 @@ def connect_environment(address: str, **security: Any) -> RemoteEnvironment:  # 
 
 
 async def describe(address: str, security: SecurityConfig, clock: Clock = CLOCK) -> environment_pb2.DescribeResponse:
-    """Return what a server says of its environment.
+    """Return a server's description of its environment.
 
     Raises:
         ConfigError: if it does not answer within `DESCRIBE_S`, or refuses.
@@ -90,11 +90,11 @@ class RemoteEnvironment:
 
     Args:
         address: Host and port.
-        security: How to reach it.
-        described: What it says of its environment.
+        security: Security settings to reach it.
+        described: Its description of its environment.
 
     Attributes:
-        scoring_s: Most seconds that it takes to score one completion; 0 without such a limit.
+        scoring_s: Maximum seconds that it takes to score one completion; 0 without such a limit.
         scores_together: Whether it scores the completions of a group at the same time.
     """
 
@@ -106,7 +106,7 @@ class RemoteEnvironment:
 
     @property
     def _stub(self) -> environment_pb2_grpc.EnvironmentServiceAsyncStub:
-        if self._connected is None:  # a channel belongs to the loop that it was made on
+        if self._connected is None:  # a channel belongs to the event loop in which it was made
             channel = connect(self._address, self._security, role="dispatcher")
             self._connected = environment_pb2_grpc.EnvironmentServiceStub(channel)
         return self._connected
@@ -134,18 +134,18 @@ class RemoteQuestions(RemoteEnvironment):
     """A server whose environment poses one question and scores answers."""
 
     async def messages(self, task: Task) -> Sequence[Message]:
-        """Return the conversation up to where the assistant answers."""
+        """Return the conversation up to the assistant's answer."""
         opened = await self._reset(task, 0)
         await opened.close()
         return opened.messages
 
     async def score(self, task: Task, completion: str) -> Score:
-        """Return what one completion is worth."""
+        """Return the score of one completion."""
         (score,) = await self.score_batch(task, [completion])
         return score
 
     async def score_batch(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        """Return what completions of a task are worth."""
+        """Return the scores of completions of a task."""
         request = environment_pb2.ScoreRequest(task=task_message(task))
         for completion in completions:
             request.conversations.add().messages.add(role="assistant", content=completion)
@@ -164,7 +164,7 @@ class RemoteEpisodes(RemoteEnvironment):
 
 
 class _Both(RemoteQuestions, RemoteEpisodes):
-    """A server whose environment does both."""
+    """A server whose environment both poses questions and opens episodes."""
 
 
 class RemoteEpisode:
@@ -172,8 +172,8 @@ class RemoteEpisode:
 
     Args:
         stub: The server.
-        request: What it was opened with.
-        opened: What it begins with.
+        request: The request that opened it.
+        opened: The server's answer to that request.
 
     Attributes:
         messages: Messages to begin with.
@@ -191,7 +191,7 @@ class RemoteEpisode:
         self._steps: list[tuple[environment_pb2.StepRequest, environment_pb2.StepResponse]] = []
 
     async def step(self, completion: str | Message, last: bool = False) -> Turn:
-        """Take the assistant's turn: its text, or its message if there are tools; `last` if the run takes no further one."""
+        """Take the assistant's turn: its text, or its message if there are tools; `last` if the run takes no further turn."""
         said = {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
         request = environment_pb2.StepRequest(
             episode_id=self._request.episode_id,
@@ -217,10 +217,10 @@ class RemoteEpisode:
         )
 
     async def _open_again(self) -> None:
-        """Bring a server that has lost the episode to where it was.
+        """Replay the episode on a server that has lost it.
 
         Raises:
-            ValueError: if it answers otherwise than before.
+            ValueError: if its answers differ from the earlier ones.
         """
         same = await _patiently(self._stub.Reset, self._request) == self._opened
         for request, answer in self._steps:
@@ -232,14 +232,14 @@ class RemoteEpisode:
             )
 
     async def close(self) -> None:
-        """Tell the server that it has ended; if that fails, the server notices by its idle time."""
+        """Tell the server that the episode has ended. If that fails, the server ends it after its idle time."""
         with contextlib.suppress(SluiceError, grpc.aio.AioRpcError):
             request = environment_pb2.CloseEpisodeRequest(episode_id=self._request.episode_id)
             await self._stub.CloseEpisode(request, timeout=CLOSE_S)
 
 
 async def _patiently(method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer], request: _Request) -> _Answer:
-    """Make an idempotent call again and again while the server is away or asks to wait; the caller cancels it at its deadline."""
+    """Retry an idempotent call while the server is unreachable or asks to wait. The caller cancels this at its deadline."""
     backoff = Backoff(first_s=0.1, longest_s=2.0)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Reward functions of the environment `question_answer`, by the names that its settings give them."""
+"""Reward functions of the environment `question_answer`, by their names in its settings."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _NUMBER = re.compile(
 )
 
 _NUMBER_DIGITS, _EXPONENT_DIGITS = 4000, 4
-"""Longest number that Python reads, about, and longest exponent: larger ones make numbers that fill the memory."""
+"""Maximum digits of a number (about Python's own limit) and of an exponent. A larger exponent gives numbers that fill the memory."""
 
 _MARKED = re.compile(r"\$|\\boxed|\\fbox|\\\[|\\\(")
-"""What says that a text holds LaTeX."""
+"""Marks of LaTeX in a text."""
 
 _MEASURE = re.compile(r"[-+]?[\d.,]+\s+[^\W\d_]{3,}(?:\s+[^\W\d_]+)*")
 """A number with a unit in words, as "5 dollars", which is prose."""
@@ -52,16 +52,16 @@ _MEASURE = re.compile(r"[-+]?[\d.,]+\s+[^\W\d_]{3,}(?:\s+[^\W\d_]+)*")
 _WORD = re.compile(r"[^\W\d_]{4,}")
 
 _NEAR = 1e-6
-"""Greatest difference between a number and the right one, as a share of that."""
+"""Maximum difference between a number and the right one, as a share of the right one."""
 
 _CASES = 6
-"""The cases of a list may take so many times the seconds of one run, unless the limits say otherwise."""
+"""Factor: all cases of a list together may take this many times the seconds of one run, unless the limits say otherwise."""
 
 _CHECK_S = 1.0
-"""A checker has this long at least, also where the time of the cases is almost over."""
+"""Minimum seconds for a checker, even if the time of the cases is almost over."""
 
 STARTS_S = 60.0
-"""Seconds that the starts of the interpreter for one program may take together: 30 ms each on a quiet machine."""
+"""Maximum seconds of all starts of the interpreter for one program together. A start takes 30 ms on a quiet machine."""
 
 JUDGE_PROMPT = """Judge an answer.
 
@@ -83,7 +83,7 @@ _SCORE = re.compile(r"[\s*_`#>]*score[\s*_`]*:[\s*_`]*([-+\d.,/e]+?)[\s*_`.]*", 
 
 
 def exact_reward(completion: str, answer: str) -> float:
-    """Return 1 if the completion is the answer, white space around it aside; else 0."""
+    """Return 1 if the completion is the answer, apart from white space around it; else 0."""
     return float(completion.strip() == answer.strip())
 
 
@@ -118,7 +118,7 @@ def math_reward(completion: str, answer: str) -> float:
 
 
 def _reference(answer: str) -> list[Any]:
-    """Return what math-verify makes of an answer; without ``$`` it would take the answer for prose, and look for a number in it."""
+    """Return an answer as parsed by math-verify. Add ``$`` if missing: otherwise it takes the answer for prose, and looks for a number in it."""
     from math_verify import parse  # noqa: PLC0415 - brings sympy, which is slow to import
 
     text = answer.strip()
@@ -130,12 +130,12 @@ def _reference(answer: str) -> list[Any]:
 
 
 def _near(gold: Any, found: Any) -> bool:  # noqa: ANN401 - what math-verify found
-    """Return whether two numbers are as near as `_NEAR`; True of all that is no number. The library rounds to six decimals."""
+    """Return whether two numbers differ by at most `_NEAR`; True for values that are not numbers. The library rounds to six decimals."""
     if not all(getattr(each, "is_number", False) and getattr(each, "is_real", False) for each in (gold, found)):
         return True
     try:
         return bool(abs(gold - found).evalf() <= _NEAR * abs(gold).evalf())
-    except TypeError:  # not to be decided by their values
+    except TypeError:  # cannot be decided by their values
         return True
 
 
@@ -151,7 +151,7 @@ def gsm8k_reward(completion: str, answer: str) -> float:
 
 
 def gsm8k_number(answer: str) -> Fraction:
-    """Return the number after ``####``; of an answer without that mark, its only number.
+    """Return the number after ``####``; if an answer has no such mark, its only number.
 
     Raises:
         ValueError: if there is no number, or more than one.
@@ -163,7 +163,7 @@ def gsm8k_number(answer: str) -> Fraction:
 
 
 def numbers(text: str) -> list[Fraction | None]:
-    """Return the numbers of a text, exact: 1,234 and 1{,}234, .5, 1.5e3, 1/2, -$5. One that cannot be had is None: 1/0, 1e999999, 2^3."""
+    """Return the numbers of a text, exact: 1,234 and 1{,}234, .5, 1.5e3, 1/2, -$5. A number that cannot be computed is None: 1/0, 1e999999, 2^3."""
     plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\$", "$")
     return [_fraction(each) for each in _NUMBER.finditer(plain)]
 
@@ -182,20 +182,20 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 class CodeReward:
     """Gives 1 if the program in a completion passes all tests of the answer, else 0.
 
-    `last_program` says which program that is, and docs/rewards.md which forms the tests may have.
+    `last_program` finds the program in the completion. docs/rewards.md lists the forms of tests.
 
-    A program that has not ended after ``wall_s`` has failed its tests. So has one that took ``cases_s`` for the cases of a list together,
-    without the starts of the interpreter, before the last of them.
+    A program that has not ended after ``wall_s`` has failed its tests. So has a program that has used up ``cases_s`` for the cases of a list,
+    not counting the starts of the interpreter, before the last case.
 
     Args:
-        limits: What each run may use, fields of `Limits`; and ``cases_s``, seconds for all cases of a list (6 times ``wall_s``).
-        confined: Whether it runs in the sandbox.
+        limits: Limits of each run, fields of `Limits`; and ``cases_s``, seconds for all cases of a list (default: 6 times ``wall_s``).
+        confined: Whether programs run in the sandbox.
 
     Attributes:
-        scoring_s: Most seconds for one completion.
+        scoring_s: Maximum seconds for one completion.
 
     Raises:
-        ConfigError: if this machine cannot confine it, or there is no such limit.
+        ConfigError: if this machine cannot confine programs, or there is no such limit.
     """
 
     def __init__(self, limits: Mapping[str, Any] | None = None, *, confined: bool = True) -> None:
@@ -249,8 +249,8 @@ class CodeReward:
         return float(count is not None)
 
     def _run(self, asked: Mapping[str, Any], wall_s: float = math.inf) -> tuple[Any, Ran]:
-        """Run a program and what is to be done with it; return what `code_harness.py` says, which is None for a program that failed."""
-        mark = secrets.token_hex(16)  # a program that ends early does not get to print it
+        """Run a program and its tests or calls. Return the result from `code_harness.py`; None if the program failed."""
+        mark = secrets.token_hex(16)  # a program cannot guess the mark and print a result itself
         text = json.dumps({**asked, "mark": mark})
         limits = replace(self._limits, wall_s=min(self._limits.wall_s, wall_s))
         ran = run_python(f"{_HARNESS}\n\nmain(json.loads({text!r}))\n", limits=limits, confined=self._confined)
@@ -262,7 +262,7 @@ class CodeReward:
             return None, ran
 
     def _passes(self, program: str, tests: Cases) -> bool:
-        """Return whether a program passes all cases; it is not run again after one that it fails."""
+        """Return whether a program passes all cases. Stop at the first case that it fails."""
         left_s, starts_s = self._cases_s, 0.0
         for number, (given, wanted) in enumerate(tests.cases):
             if starts_s > STARTS_S:
@@ -303,29 +303,29 @@ class CodeReward:
 
 
 def _returned(found: Any, tests: Calls) -> bool:  # noqa: ANN401 - what the program returned
-    """Return whether a function returned what it must, for each call."""
+    """Return whether a function returned the right result for each call."""
     right = [wanted for _, wanted in tests.calls]
     try:
         return found is not None and (same(found, right) or (tests.wrapped and same([[each] for each in found], right)))
-    except (OverflowError, RecursionError):  # a number or a list beyond all that is right
+    except (OverflowError, RecursionError):  # a number too large, or a list nested too deeply, to be right
         return False
 
 
 def _text_lines(text: str) -> list[str]:
-    """Return the lines of a text without the white space at their ends, and without empty ones at its end."""
+    """Return the lines of a text without white space at their ends, and without empty lines at the end of the text."""
     return [each.rstrip() for each in text.rstrip().split("\n")]
 
 
 def last_program(completion: str) -> str:
     """Return the program in a completion.
 
-    It is the last fenced block that is said to be Python, or the last without a language; the whole completion if there is no block. Fences
-    are those of CommonMark, indented as much as they may be; the last one need not end.
+    It is the last fenced block marked as Python, or else the last without a language; the whole completion if there is no block. Fences are
+    as in CommonMark, with any indentation; the last block need not end.
     """
     text = completion.replace("\r\n", "\n")
     blocks = [(language, code) for language, code in _blocks(text) if code.strip()]
     if not blocks:
-        fence = _FENCE.search(text)  # one that only ends: the prompt began it
+        fence = _FENCE.search(text)  # a block with only an end: the prompt began it
         return text[: fence.start()] if fence else text
     python = [code for language, code in blocks if language.startswith("py") and language not in _CONSOLES]
     plain = [code for language, code in blocks if not language]
@@ -372,26 +372,26 @@ def check_text(answer: str) -> None:
 
 
 CHECKS: Mapping[str, Callable[[str], object]] = {"exact": check_text, "math": check_text, "gsm8k": gsm8k_number}
-"""What refuses, by the name of the reward, an answer that it cannot compare with; it raises a ValueError."""
+"""By name of the reward: a function that raises a ValueError for an answer that the reward cannot use."""
 
 REWARDS: Mapping[str, RewardFunction] = {"exact": exact_reward, "math": math_reward, "gsm8k": gsm8k_reward}
-"""Reward functions by the name that settings give them; `code` and `judge` have settings of their own."""
+"""Reward functions by their name in the settings. `code` and `judge` have separate settings."""
 
 
 class Judge:
     """Lets a model behind an OpenAI-compatible endpoint score answers.
 
-    Answers that were judged before are not asked about again. The last line of what the judge says must be ``score: X``.
+    Judgements are remembered, so that the same answer is not judged twice. The last line of the judge's reply must be ``score: X``.
 
     Args:
-        url: Of the endpoint, up to and with ``/v1``.
-        model: Name of the judge there.
+        url: URL of the endpoint, up to and including ``/v1``.
+        model: Name of the judge at the endpoint.
         prompt: Text with the fields ``{question}``, ``{answer}``, ``{completion}``, and ``{mark}``, which no completion can contain
             since the policy never sees it.
         key_variable: Environment variable with the API key; `environment_processes.variables` must name it.
-        timeout_s: Seconds for an answer, all attempts together; then the reward is missing.
-        at_a_time: Requests under way.
-        remembered: Judgements that are kept.
+        timeout_s: Seconds for an answer, all attempts together. After that the reward is missing.
+        at_a_time: Maximum number of requests in progress.
+        remembered: Maximum number of judgements to remember.
         **options: Further fields of the request, such as ``temperature = 0``.
 
     Attributes:
@@ -418,11 +418,11 @@ class Judge:
         self._known: OrderedDict[bytes, float] = OrderedDict()
 
     async def score(self, question: str, answer: str, completion: str) -> float:
-        """Return what the judge gives.
+        """Return the judge's score.
 
         Raises:
-            ValueError: if its last line is not a score from 0 to 1, or it was cut off.
-            EndpointError: if it does not answer.
+            ValueError: if the last line of its reply is not a score from 0 to 1, or the reply was cut off.
+            EndpointError: if the judge does not answer.
         """
         text = self._prompt.format(question=question, answer=answer, completion=completion, mark=self._mark)
         key = hashlib.blake2b(text.encode()).digest()
@@ -443,7 +443,7 @@ class Judge:
 
 
 def judged_score(said: str) -> float:
-    """Return the score in the last line of what a judge said. Lines before it, such as those that it quotes, do not count.
+    """Return the score in the last line of a judge's reply. Earlier lines do not count: they may be quotations.
 
     Raises:
         ValueError: if that line is not ``score: X`` with a number from 0 to 1.

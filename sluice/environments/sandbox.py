@@ -1,11 +1,11 @@
-r"""Runs Python code that nobody has read, such as a model's answer, so that it can compute and print, and do nothing else.
+r"""Runs untrusted Python code, such as a model's answer, so that it can compute and print, and do nothing else.
 
     ran = run_python("print(sum(range(10)))")
     assert ran.ok and ran.stdout == "45\n"
 
-The code runs in a process of its own, without files but those of the interpreter, without a network, processes, signals to others or
-privileges, and with limits of time, memory, threads and output: `sandbox_child.py` has what confines it (Landlock, seccomp, resource
-limits). On machines where bubblewrap works, that process runs inside bubblewrap.
+The code runs in a separate process. It has no files except the interpreter's, no network, no child processes, no signals to others and no
+privileges, and its time, memory, threads and output are limited. `sandbox_child.py` confines it (Landlock, seccomp, resource limits). On
+machines where bubblewrap works, that process runs inside bubblewrap.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 _CHUNK_BYTES = 1 << 16
 
 START_S = 20.0
-"""Seconds for the interpreter to start; the time of the code counts from then on."""
+"""Seconds for the interpreter to start. The time of the code counts from its start."""
 
 _PROBE_S = 5.0
 
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
-"""The interpreter itself: that of a virtual environment is a link to it, and reads files that the sandbox does not have."""
+"""The interpreter itself. In a virtual environment it is a link, and would read files that the sandbox does not have."""
 
 _READABLE = (
     *(str(Path(os.__file__).parent), f"{sys.base_exec_prefix}/lib"),
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"),
 )
-"""What every program may read, where it is there."""
+"""Paths that every program may read, if they exist."""
 
 _VARIABLES = {
     "PATH": "/usr/bin:/bin",
     "LC_ALL": "C.UTF-8",
     "PYTHONDONTWRITEBYTECODE": "1",
-    # Libraries start a thread for each core otherwise: slow to start, and on a large machine more than the sandbox allows.
+    # Otherwise libraries start a thread for each core, which is slow and, on a large machine, more than the sandbox allows.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -68,7 +68,7 @@ _VARIABLES = {
 }
 
 _CPU_SIGNALS = {signal.SIGXCPU, signal.SIGKILL}
-"""What ends a process whose time of the processor is over: at the limit, and a second later for good."""
+"""Signals that end a process that has used up its CPU time: the first at the limit, the second one second later."""
 
 
 class Stopped(StrEnum):
@@ -80,23 +80,23 @@ class Stopped(StrEnum):
 
 
 MOST_THREADS = 1024
-"""Largest limit of threads: all of them are counted at each start of one, and the groups of a run share the processes of the machine."""
+"""Largest limit of threads. All threads are counted at each start of a thread, and the groups of a run share the machine's processes."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the code may use.
+    """Limits of the code.
 
     Attributes:
-        wall_s: Seconds.
-        cpu_s: Seconds of a core.
-        memory_mib: Address space of the process, interpreter included.
-        output_kib: Of standard output and standard error together.
-        threads: That run at a time, the first included; at most `MOST_THREADS`. It binds in the sandbox alone.
+        wall_s: Seconds of real time.
+        cpu_s: Seconds of CPU time.
+        memory_mib: Address space of the process, including the interpreter.
+        output_kib: Size of standard output and standard error together.
+        threads: Number of threads at a time, including the first; at most `MOST_THREADS`. Enforced only in the sandbox.
         packages: Whether it may import the packages that are installed beside Sluice.
 
     Raises:
-        ConfigError: if a limit is one that cannot be kept.
+        ConfigError: if a limit cannot be enforced.
     """
 
     wall_s: float = 10.0
@@ -120,15 +120,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of the code.
+    """The result of running the code.
 
     Attributes:
-        exit_code: 0 if it ended in order; negative: the signal that ended it.
-        stdout: What it printed.
-        stderr: What it printed as errors, tracebacks included.
+        exit_code: 0 if it ended normally; negative: the signal that ended it.
+        stdout: Its standard output.
+        stderr: Its standard error, including tracebacks.
         stopped: Why it was stopped; None if it ended by itself.
-        seconds: From the start of the code to its end.
-        start_seconds: That the interpreter took to start, before that.
+        seconds: Seconds from the start of the code to its end.
+        start_seconds: Seconds that the interpreter took to start before.
     """
 
     exit_code: int
@@ -140,7 +140,7 @@ class Ran:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself and in order."""
+        """Whether it ended by itself, without an error."""
         return self.exit_code == 0 and self.stopped is None
 
 
@@ -152,9 +152,9 @@ def run_python(code: str, *, stdin: str = "", limits: Limits = _DEFAULT, confine
 
     Args:
         code: A program.
-        stdin: What it reads.
-        limits: What it may use.
-        confined: False runs it with the limits alone, with all rights of this process: for code that you have read.
+        stdin: Its standard input.
+        limits: Its limits.
+        confined: False runs it with only the limits, and with all rights of this process: for code that you trust.
 
     Raises:
         ConfigError: if this machine cannot confine it.
@@ -202,7 +202,7 @@ def run_python(code: str, *, stdin: str = "", limits: Limits = _DEFAULT, confine
 
 
 def check_confines() -> None:
-    """Check that this machine can confine code, by an empty program.
+    """Check that this machine can confine code, by running an empty program.
 
     Raises:
         ConfigError: if it cannot.
@@ -211,14 +211,14 @@ def check_confines() -> None:
 
 
 def _bubblewrapped(readable: Sequence[str]) -> list[str]:
-    """Return a command that runs what follows it in namespaces of its own, where there is nothing but what it reads."""
+    """Return a command prefix that runs a command in separate namespaces, which contain only the readable files."""
     binds = [word for each in (*readable, _PYTHON, _CHILD) for word in ("--ro-bind-try", each, each)]
     return [shutil.which("bwrap") or "bwrap", *binds, "--unshare-all", "--die-with-parent", "--new-session"]
 
 
 @functools.cache
 def _bubblewrap() -> bool:
-    """Return whether bubblewrap is there and may make namespaces."""
+    """Return whether bubblewrap is installed and may create namespaces."""
     if shutil.which("bwrap") is None:
         return False
     probe = [*_bubblewrapped(_READABLE), _PYTHON, "-I", "-S", "-c", ""]
@@ -229,28 +229,28 @@ def _bubblewrap() -> bool:
 
 
 _BUBBLEWRAP_SIGNALS = 128
-"""bubblewrap ends with this and the number of the signal that ended the program, as shells do."""
+"""If a signal ended the program, bubblewrap exits with this plus the number of the signal, as shells do."""
 
 _NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
 _NOTIF, _NOTIF_RESP = struct.Struct("=QI68x"), struct.Struct("=QqiI")
-"""Of seccomp_unotify(2): id and thread that asks, with what is not read here; id, value, error and flags of the answer."""
+"""Structures of seccomp_unotify(2). Request: id and asking thread, and fields that are not read here. Answer: id, value, error and flags."""
 
 _CONTINUE = 1
 """Flag of an answer: let the kernel make the call."""
 
 _MOST_REFUSALS = 1000
-"""Threads that are refused to a program before it is not answered any more, so that it cannot keep this process busy."""
+"""Number of threads refused to a program, after which it gets no more answers, so that it cannot keep this process busy."""
 
 
 class _Threads:
-    """Says whether a program may start another thread.
+    """Decides whether a program may start another thread.
 
-    The kernel asks at each start. RLIMIT_NPROC would not do: it counts all processes of a user, and none of root's.
+    The kernel asks at each start. RLIMIT_NPROC is no alternative: it counts all processes of a user, and does not limit root.
 
     Args:
-        most: Threads that it may have.
-        link: Brings the descriptor on which the kernel asks.
-        process: That runs the program, if it has not begun and it is known.
+        most: Maximum number of threads.
+        link: Socket that brings the descriptor on which the kernel asks.
+        process: Id of the process that runs the program; None if unknown.
     """
 
     def __init__(self, most: int, link: socket.socket, process: int | None) -> None:
@@ -258,12 +258,12 @@ class _Threads:
         self._started, self._refused = 1, 0
         self._tasks: int | None = None
         if process is not None:
-            # Opened before the process is confined: /proc may hide it afterwards (hidepid), and what is open stays readable.
+            # Open it before the process is confined: /proc may hide it afterwards (hidepid), but an open directory stays readable.
             with contextlib.suppress(OSError):
                 self._tasks = os.open(f"/proc/{process}/task", os.O_RDONLY | os.O_DIRECTORY)
 
     def close(self) -> None:
-        """Close what counts the threads."""
+        """Close the directory by which threads are counted."""
         if self._tasks is not None:
             os.close(self._tasks)
 
@@ -273,7 +273,7 @@ class _Threads:
         return descriptor
 
     def answer(self, descriptor: int) -> bool:
-        """Answer a question; return False if there will be no more."""
+        """Answer one request of the kernel. Return False if no more requests should be answered."""
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         if not any(event & select.POLLIN for _, event in poll.poll(0)):
@@ -292,7 +292,7 @@ class _Threads:
         return self._refused < _MOST_REFUSALS
 
     def _running(self, thread: int) -> int:
-        """Return how many threads the program of a thread has; where /proc does not say, how many it has started."""
+        """Return the number of threads of the program that `thread` belongs to; if /proc does not tell, the number that it has started."""
         try:
             return len(os.listdir(f"/proc/{thread}/task" if self._tasks is None else self._tasks))  # noqa: PTH208 - names alone
         except OSError:
@@ -300,7 +300,7 @@ class _Threads:
 
 
 class _Watched:
-    """A process: feeds it, reads what it prints, and stops it when it has had enough of something."""
+    """A process: writes its input, reads its output, and stops it when it exceeds a limit."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], given: bytes, limits: Limits, threads: _Threads | None
@@ -319,7 +319,7 @@ class _Watched:
         """Wait for its end.
 
         Args:
-            signals_above: Exit codes above this one are signals, by their numbers above it.
+            signals_above: Exit codes above this one mean signals: the code is this plus the signal's number.
 
         Raises:
             ConfigError: if the code could not be confined.
@@ -333,7 +333,7 @@ class _Watched:
                 for key, _ in self._selector.select(left) if left > 0 else ():
                     key.data(key.fd)
                 self._check()
-        if self._stopped is None and not self._ends_in_time():  # it has closed its output, and goes on
+        if self._stopped is None and not self._ends_in_time():  # it has closed its output, but is still running
             self._stopped = Stopped.TIME
         seconds = time.monotonic() - self._began
         if self._stopped is not None:
@@ -354,7 +354,7 @@ class _Watched:
         return stream.fileno()
 
     def _feed(self, descriptor: int) -> None:
-        """Write what fits; close the pipe at the end, or if the process no longer reads."""
+        """Write as much input as fits. Close the pipe at the end, or if the process no longer reads."""
         try:
             self._given = self._given[os.write(descriptor, self._given[:_CHUNK_BYTES]) :]
         except BrokenPipeError:
@@ -365,7 +365,7 @@ class _Watched:
                 self._process.stdin.close()
 
     def _read(self, descriptor: int) -> None:
-        """Read what is there."""
+        """Read the available output."""
         chunk = os.read(descriptor, _CHUNK_BYTES)
         if not chunk:
             self._selector.unregister(descriptor)
@@ -373,7 +373,7 @@ class _Watched:
         self._printed[descriptor] += chunk
 
     def _answer(self, descriptor: int) -> None:
-        """Say whether a thread may start. Once the descriptor is closed, the kernel refuses threads without asking."""
+        """Answer whether a thread may start. Once the descriptor is closed, the kernel refuses threads without asking."""
         if self._threads is None or not self._threads.answer(descriptor):
             self._selector.unregister(descriptor)
             self._opened.close()

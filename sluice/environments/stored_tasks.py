@@ -15,15 +15,15 @@ from sluice.environments.framing import encode
 from sluice.errors import ConfigError
 
 _IN_MEMORY_BYTES = 64 << 20
-"""Bytes of tasks that are written at once. Fewer stay in memory, so that most data sets need no file."""
+"""Bytes of tasks to collect before writing them. Smaller data sets stay in memory, so that most need no file."""
 
 _LENGTH_BYTES = 4
 
 
 class StoredTasks(Sequence[Task]):
-    """Tasks that are read back one by one, as often as they are asked for.
+    """Tasks that are read back one by one, each time that they are accessed.
 
-    In memory are the place of each (8 bytes), and at most 64 MiB of tasks. The file is in the directory for temporary files (`TMPDIR`),
+    Memory holds the place of each task (8 bytes), and at most 64 MiB of tasks. The file is in the directory for temporary files (`TMPDIR`),
     and is gone with the process.
     """
 
@@ -60,7 +60,7 @@ class StoredTasks(Sequence[Task]):
         self._unwritten.clear()
 
     def shuffle(self, seed: int) -> None:
-        """Bring the tasks into an order that the seed determines, the one that `random.shuffle` gives a list."""
+        """Shuffle the tasks by a seed, into the same order as `random.shuffle` gives a list."""
         random.Random(seed).shuffle(self._starts)  # noqa: S311 - an order, not a secret
 
     def cut(self, count: int | None) -> None:
@@ -77,7 +77,7 @@ class StoredTasks(Sequence[Task]):
     @overload
     def __getitem__(self, index: slice) -> list[Task]: ...
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        """Read a task, or those of a slice."""
+        """Read a task, or the tasks of a slice."""
         if isinstance(index, slice):
             return [self._read(start) for start in self._starts[index]]
         return self._read(self._starts[index])

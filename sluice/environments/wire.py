@@ -1,4 +1,4 @@
-"""Messages, tasks and turns of environments in the form that the contracts have, and back."""
+"""Converts messages, tasks and turns of environments to the messages of the contracts, and back."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _chat_message(message: Message) -> tokens_pb2.ChatMessage:
 
 
 def tool_messages(tools: Iterable[Mapping[str, Any]]) -> list[tokens_pb2.Tool]:
-    """Return tools in their wire form; they are given as the OpenAI API has them, or flat.
+    """Return tools in their wire form. They are given in the form of the OpenAI API, or flat.
 
     Raises:
-        ValueError: if one has no name, or its parameters are no JSON schema.
+        ValueError: if a tool has no name, or its parameters are not a JSON schema.
     """
     found = []
     for tool in tools:
@@ -45,17 +45,17 @@ def tool_messages(tools: Iterable[Mapping[str, Any]]) -> list[tokens_pb2.Tool]:
 
 
 def plain_tools(tools: Iterable[tokens_pb2.Tool]) -> list[dict[str, Any]]:
-    """Return tools as the OpenAI API has them."""
+    """Return tools in the form of the OpenAI API."""
     return [tool_dict(each) for each in tools]
 
 
 def plain_messages(messages: Iterable[tokens_pb2.ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as environments have them: what is empty is left out."""
+    """Return messages in the form of environments. Empty fields are left out."""
     return [plain_message(each) for each in messages]
 
 
 def plain_message(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
-    """Return a message as environments have it: what is empty is left out."""
+    """Return a message in the form of environments. Empty fields are left out."""
     content = message.content + "".join(part.text for part in message.parts)
     plain: dict[str, Any] = {"role": message.role, "content": content}
     plain |= {name: text for name in ("name", "tool_call_id", "reasoning") if (text := getattr(message, name))}
@@ -71,7 +71,7 @@ def task_message(task: Task) -> environment_pb2.EnvironmentTask:
     """Return a task in its wire form.
 
     Raises:
-        ValueError: if its data is not what JSON has.
+        ValueError: if its data are not JSON values.
     """
     message = environment_pb2.EnvironmentTask(task_id=task.task_id, max_tokens=task.max_tokens)
     try:
@@ -82,6 +82,6 @@ def task_message(task: Task) -> environment_pb2.EnvironmentTask:
 
 
 def task_of(message: environment_pb2.EnvironmentTask) -> Task:
-    """Return a task of its wire form."""
+    """Return a task from its wire form."""
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
     return Task(message.task_id, plain_data(message.data), max_tokens)

@@ -43,31 +43,31 @@ sys.modules["sluice"] = package = util.module_from_spec(spec)
 spec.loader.exec_module(package)
 runpy.run_module({_CHILD!r}, run_name="__main__")
 """
-"""Program for another interpreter: finds the package `sluice`, and none of the packages that lie beside it."""
+"""Program for another interpreter. It finds the package `sluice`, but not the packages installed beside it."""
 
 _READ_BYTES = 1 << 18
 _NO_SECRETS = {"PWD", "OLDPWD"}
-"""Variables whose names look like those of passwords."""
+"""Variables whose names only look like those of passwords."""
 
 _KILL_S = 5.0
-"""Seconds that the kernel gets to end a killed process; one that waits for a dead disk may need longer."""
+"""Seconds for the kernel to end a killed process. A process that waits for a dead disk may need longer."""
 
 _LAST_LINES = 5
-"""Lines that an error shows of what a process printed which ended at its start."""
+"""Number of last output lines in the error for a process that ended at its start."""
 
 _STACKS_S = 0.2
-"""Seconds for a process that hangs to print where."""
+"""Seconds for a hanging process to print its stacks."""
 
 _LAST_LINES_S = 0.5
-"""Seconds to read what an ended process printed; a process that left its group may still hold the pipe."""
+"""Seconds to read the output of an ended process. A process that left its group may still hold the pipe."""
 
 _MOST_PROCESSES = 1000
-"""Most processes of a tree that are looked at: about 50 ms of a thread."""
+"""Maximum number of processes of a tree to examine; they take about 50 ms of a thread."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 MARK = STARTED_BY
-"""The kill finds a process and all that it started by this variable, also those in sessions of their own."""
+"""Environment variable by which a kill finds a process and all processes that it started, even in other sessions."""
 
 
 class Reason(StrEnum):
@@ -75,12 +75,12 @@ class Reason(StrEnum):
 
     RAISED = "ENVIRONMENT_RAISED"
     MESSAGES = "ENVIRONMENT_MESSAGES"
-    """It returned messages that cannot be sent to a model. The same task fails the same way each time."""
+    """It returned messages that cannot be sent to a model. The same task fails in the same way each time."""
     HUNG = "ENVIRONMENT_HUNG"
     DIED = "ENVIRONMENT_DIED"
     MEMORY = "ENVIRONMENT_MEMORY"
     GIVEN_UP = "ENVIRONMENT_GIVEN_UP"
-    """Its processes died so often, one after the other, that no further one is started."""
+    """Its processes died so often in a row that no further process is started."""
 
 
 class EnvironmentFailedError(SluiceError):
@@ -89,8 +89,8 @@ class EnvironmentFailedError(SluiceError):
     Attributes:
         reason: One of `Reason`.
         task_id: Task that the call was about.
-        culprit: Whether this call is what failed; if not, its process ended because of another one.
-        suspect: Whether it is one of several calls of which one ended the process.
+        culprit: Whether this call itself failed. If not, its process ended because of another call.
+        suspect: Whether this call may be what ended the process: one of several calls did.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Call:
     """A call of the environment, from its submission to its answer.
 
     Attributes:
-        limit_s: Seconds that it may run; `setting` says so.
-        answer: Takes what the method returned, or an `EnvironmentFailedError`; cancelled once nobody waits for it.
+        limit_s: Seconds that it may run; `setting` names that setting.
+        answer: Gets the method's return value, or an `EnvironmentFailedError`; cancelled once nobody waits for it.
         since: When it was submitted, on the clock of the processes.
         worker: Process that runs it, or ran it last.
-        alone: Whether nothing else may run beside it: it may have ended a process.
-        losses: Processes that ended under it.
+        alone: Whether nothing else may run beside it, because it may have ended a process.
+        losses: Number of processes that ended while they had it.
     """
 
     number: int
@@ -128,7 +128,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return f"{self.method} of task {self.task_id}" if self.task_id else self.method
 
 
@@ -142,7 +142,7 @@ class End:
 
 
 def program(python: str) -> list[str]:
-    """Return what starts a process; the name of the environment follows, for those who list the processes.
+    """Return the command that starts a process. The environment's name follows it, so that lists of processes show it.
 
     Raises:
         ConfigError: if there is no such interpreter.
@@ -159,7 +159,7 @@ def program(python: str) -> list[str]:
 
 
 def import_path(python: str) -> list[str]:
-    """Return the directories that a process imports from: all of ours, or for another interpreter those that are not of an installation."""
+    """Return the directories from which a process imports: all of ours; for another interpreter, only those outside our installation."""
     if not python:
         return sys.path
     installed = tuple(f"{Path(prefix)}{os.sep}" for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix})
@@ -170,17 +170,17 @@ class Worker(asyncio.Protocol):
     """A process of the environment and the calls that it runs.
 
     Args:
-        number: Names the process in the log.
+        number: Number of the process in the log.
         mark: Value of `MARK` for this process. No other process has a value that begins with it.
         watchdog: Ends the process if the orchestrator is killed.
-        on_answer: Called with each call that is answered, when there is room for another one.
-        clock: Says when a call is late.
+        on_answer: Called with each answered call, when there is room for another call.
+        clock: Time of the limits of calls.
 
     Attributes:
-        room: Calls that it may run at a time.
+        room: Number of calls that it may run at a time.
         running: Its calls by number.
         waiting: Calls for the episodes that it holds.
-        episodes: Episodes that it holds.
+        episodes: Number of episodes that it holds.
         ended: Set when it has ended, or must end because of `end`.
     """
 
@@ -210,10 +210,10 @@ class Worker(asyncio.Protocol):
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
     async def start(self, settings: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-        """Start the process and let it construct the environment; the caller sets the deadline.
+        """Start the process and let it construct the environment. The caller sets the deadline.
 
         Returns:
-            What the environment is: name, single_turn, multi_turn, poses, scores, coroutines.
+            Description of the environment: name, single_turn, multi_turn, poses, scores, coroutines.
 
         Raises:
             ConfigError: if the environment cannot be constructed.
@@ -257,7 +257,7 @@ class Worker(asyncio.Protocol):
         return not self.running or not (call.alone or any(each.alone for each in self.running.values()))
 
     def run(self, call: Call, extra_s: float) -> None:
-        """Send a call. After its time limit the process ends; with `extra_s` the call is cancelled first, and has so long to end.
+        """Send a call. After its time limit the process is ended. With `extra_s`, the call is cancelled first, and has `extra_s` to end.
 
         Raises:
             NotPlainError: if its arguments cannot be sent.
@@ -270,7 +270,7 @@ class Worker(asyncio.Protocol):
         call.timer = asyncio.create_task(self._limit(self._transport, call, extra_s), name=f"limit of {call.name}")
 
     def end_because(self, end: End) -> None:
-        """Let the process end; the first reason stays."""
+        """Make the process end. Only the first reason is kept."""
         if not self.ended.is_set():
             self.end = end
             self.ended.set()
@@ -285,7 +285,7 @@ class Worker(asyncio.Protocol):
         self.end_because(End(Reason.HUNG, text, call))
 
     def data_received(self, data: bytes) -> None:
-        """Take answers."""
+        """Process the answers in new data."""
         try:
             messages = self._reader.feed(data)
             for message in messages:
@@ -308,17 +308,17 @@ class Worker(asyncio.Protocol):
         self._on_answer(self, call, message)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """Note that the process closed its end, as it does when it dies."""
+        """Note that the process closed its side of the connection, as it does when it dies."""
         self.ended.set()
         self._started.set()
 
     async def kill(self, grace_s: float = 0.0) -> str:
-        """End the process and all that it started; calls that run are left without an answer.
+        """End the process and all processes that it started. Running calls are left without an answer.
 
-        It runs to its end, a few seconds at most, also if the caller is cancelled.
+        Even if the caller is cancelled, this runs to its end, which takes a few seconds at most.
 
         Args:
-            grace_s: Seconds in which it may end by itself, now that its connection is closed.
+            grace_s: Seconds in which it may end by itself after its connection is closed.
 
         Returns:
             How it ended, as a clause that follows "the environment's process".
@@ -365,7 +365,7 @@ class Worker(asyncio.Protocol):
         return _exit_text(code)
 
     async def _follow_exit(self, process: Spawned) -> None:
-        """Note its end also where something that it started keeps the connection open."""
+        """Note the end of the process even if another process that it started keeps the connection open."""
         await process.wait()
         self.connection_lost(None)
 
@@ -378,11 +378,11 @@ class Worker(asyncio.Protocol):
                 log.info("environment prints", environment=self._environment, process=self.number, text=line)
 
     def memory_mib(self, most: float) -> float:
-        """Return the memory of the process and of what it started, in MiB; 0 if not Linux.
+        """Return the memory of the process and the processes that it started, in MiB; 0 if not Linux.
 
-        What they share counts once: pages that a fork has not written to, and shared memory. Pages of files do not count.
-        The kernel looks at every page for that, so up to `most` the sum of their resident pages is returned instead, which is
-        never less. May be called in a thread: it reads as many files as the processes have threads.
+        Shared pages count once: pages that a fork has not written to, and shared memory. Pages of files do not count. For this
+        the kernel visits every page. So if the sum of the resident pages, which is never less, is at most `most`, return that sum.
+        May be called in a thread: it reads as many files as the processes have threads.
         """
         process = self._process
         tree = _tree(process.pid) if process is not None else []
@@ -391,7 +391,7 @@ class Worker(asyncio.Protocol):
 
 
 def _resident_pages(pid: int) -> tuple[int, int]:
-    """Return the resident pages of a process, and those of them that are of files or of shared memory; 0 if it has ended."""
+    """Return the number of resident pages of a process, and how many of them belong to files or shared memory; 0 if it has ended."""
     with contextlib.suppress(OSError, ValueError):
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
         return int(resident), int(shared)
@@ -399,7 +399,7 @@ def _resident_pages(pid: int) -> tuple[int, int]:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Return the memory of a process without pages of files; of a page that n processes have, one n-th counts."""
+    """Return the memory of a process without pages of files. A page shared by n processes counts one n-th."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         parts = dict(line.split(":", 1) for line in lines[1:])
@@ -410,7 +410,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def _tree(pid: int) -> list[int]:
-    """Return a process and what it started, also in sessions of their own; itself alone if not Linux."""
+    """Return a process and the processes that it started, even in other sessions; only itself if not Linux."""
     found: list[int] = []
     left = [pid]
     while left and len(found) < _MOST_PROCESSES:
@@ -422,7 +422,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _outside_the_group(leader: int) -> list[int]:
-    """Return handles (pidfd) of what a process started in other groups. Unlike its number, a handle never names another process."""
+    """Return handles (pidfd) of the processes that a process started in other groups. Unlike a pid, a handle never names another process."""
     handles = []
     for pid in _tree(leader)[1:]:
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -439,11 +439,11 @@ def _exit_text(code: int) -> str:
 
 
 def passed_variables(variables: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """Return the variables that a process of the environment gets: all but ours and those whose names are of secrets.
+    """Return the variables that a process of the environment gets: all except ours and those with names of secrets.
 
     Args:
-        variables: Those of the orchestrator.
-        named: Names of those that it gets in any case.
+        variables: Variables of the orchestrator.
+        named: Names of variables that it gets in any case.
     """
     return {
         name: value

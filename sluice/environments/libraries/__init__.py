@@ -1,1 +1,1 @@
-"""Environments that others wrote, each played as its own library has it. The library need only be in the interpreter of the processes."""
+"""Environments of other libraries, each played by its library's rules. Only the interpreter of the processes needs the library."""

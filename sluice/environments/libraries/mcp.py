@@ -1,4 +1,4 @@
-"""Tools of an MCP server: questions of a data set, which the model answers with them.
+"""Questions of a data set, which the model answers with the tools of an MCP server.
 
 MIT: https://github.com/modelcontextprotocol/python-sdk, the package `mcp`, 1.30 or 2.
 """
@@ -25,10 +25,10 @@ _PING_S = 10.0
 """Seconds for a server to answer a ping, after a call that failed."""
 
 _CLOSED = -32000
-"""JSON-RPC code with which `mcp` says that the connection is lost."""
+"""JSON-RPC code by which `mcp` reports that the connection is lost."""
 
 _DEEPEST = 64
-"""Levels of objects and lists in arguments; `mcp` fails to write those of some hundreds, and loses the session."""
+"""Maximum nesting of objects and lists in arguments. With some hundreds of levels, `mcp` fails to write them and loses the session."""
 
 
 class McpTools:
@@ -37,16 +37,16 @@ class McpTools:
     Args:
         server: Command of a server that speaks over its standard streams, such as ``python server.py``, or the URL of one that
             serves streamable HTTP.
-        dataset: As of `question_answer`, like those that follow it.
+        dataset: As for `question_answer`, like the next five arguments.
         question: Field of the question.
         answer: Field of the answer.
         reward: ``exact``, ``math``, or ``module:function`` of (completion, answer).
         system: System message.
-        limit: Most tasks of a split.
-        tools: Names of the tools that are offered; all if empty.
-        shared: Whether all episodes of a process use one session. Otherwise each episode has a server of its own, or for a URL a
-            session: needed where tools keep a state.
-        variables: Environment variables of the command, beside those that `mcp` passes on.
+        limit: Maximum number of tasks of a split.
+        tools: Names of the tools to offer; all if empty.
+        shared: Whether all episodes of a process use one session. Otherwise each episode has its own server, or for a URL its own
+            session. That is necessary if tools keep state.
+        variables: Environment variables of the command, in addition to those that `mcp` passes on.
     """
 
     name = "mcp"
@@ -81,7 +81,7 @@ class McpTools:
         """Return the questions of a split."""
         return self._questions.tasks(split, seed)
 
-    async def reset(self, task: Task, seed: int) -> McpEpisode:  # the server alone knows of chance
+    async def reset(self, task: Task, seed: int) -> McpEpisode:  # only the server uses randomness, without the seed
         """Begin an episode."""
         session = await self._session()
         return McpEpisode(self._questions, task, session, own=not self._share)
@@ -96,14 +96,14 @@ class McpTools:
 
 
 class McpEpisode:
-    """An episode: calls the tools that the model names, and is over with its first message without a call."""
+    """An episode: calls the tools that the model names, and ends with its first message without a call."""
 
     def __init__(self, questions: QuestionAnswer, task: Task, session: _Session, *, own: bool) -> None:
         self._questions, self._task, self._session, self._own = questions, task, session, own
         self.messages, self.tools = questions.messages(task), session.tools
 
     async def step(self, said: Any, last: bool = False) -> Turn:  # noqa: ANN401 - a message, or a text where the server has no tools
-        """Answer a turn of the assistant; score it if it has no call, or is the `last` one."""
+        """Answer a turn of the assistant. Score it if it has no call, or is the `last` one."""
         message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
         calls = message.get("tool_calls")
         if calls and not last:
@@ -133,7 +133,7 @@ class McpEpisode:
 
 
 class _Session:
-    """A session with a server; a task of its own holds it, since `mcp` wants it entered and left by one task."""
+    """A session with a server. A separate task holds it, since `mcp` requires that the same task enters and leaves it."""
 
     def __init__(self) -> None:
         self.tools: list[Mapping[str, Any]] = []
@@ -147,7 +147,7 @@ class _Session:
         """Start a session, and list the tools.
 
         Raises:
-            RuntimeError: if the server does not start, or lacks a tool that is offered.
+            RuntimeError: if the server does not start, or lacks one of the tools to offer.
         """
         session = cls()
         session._holding = asyncio.create_task(session._hold(server, variables, offered))
@@ -165,7 +165,7 @@ class _Session:
         return self._leave.is_set() or self._holding is None or self._holding.done()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; return what it says, also where it fails or the server refuses the call.
+        """Call a tool. Return its text, even if it fails or the server refuses the call.
 
         Raises:
             RuntimeError: if the connection is lost.
@@ -177,7 +177,7 @@ class _Session:
         except Exception as error:
             if _answered(error) or await self._answers():
                 return f"error: {error}"
-            self._leave.set()  # a server that died answers no other episode either
+            self._leave.set()  # a dead server answers no other episode either
             raise RuntimeError(f"the MCP server failed in {name}: {_innermost(error)}") from error
         text = "\n".join(getattr(each, "text", "") or f"({each.type})" for each in result.content)
         failed = getattr(result, "is_error", None) or getattr(result, "isError", None)
@@ -224,7 +224,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(text or "{}")
-        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(found, ensure_ascii=False).encode()  # refuses half of a surrogate pair, which is not text
         deep = _depth(found) > _DEEPEST
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments are not JSON: {error}") from error
@@ -241,7 +241,7 @@ def _depth(found: Any) -> int:  # noqa: ANN401 - anything that JSON has
 
 
 def _answered(error: Exception) -> bool:
-    """Return whether an error is an answer of the server, JSON-RPC's -32602 for instance, and not the loss of it."""
+    """Return whether an error is an answer of the server, for instance JSON-RPC's -32602, and not the loss of the connection."""
     code = getattr(getattr(error, "error", None), "code", _CLOSED)
     return bool(code != _CLOSED)
 
@@ -259,7 +259,7 @@ def _streams(server: Sequence[str], variables: Mapping[str, str]) -> Any:  # noq
 
 
 def _offered(tools: Sequence[Any], names: set[str]) -> list[Mapping[str, Any]]:
-    """Return the tools of some names, or all if there are no names.
+    """Return the tools with these names, or all tools if there are no names.
 
     Raises:
         ConfigError: if the server has no tool of a name.

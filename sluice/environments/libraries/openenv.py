@@ -1,4 +1,4 @@
-"""Environments that a server of OpenEnv has, over its WebSocket protocol.
+"""Environments on an OpenEnv server, over its WebSocket protocol.
 
 BSD-3-Clause: https://github.com/meta-pytorch/OpenEnv, version 0.10. Only the package `websockets` is needed here.
 """
@@ -15,26 +15,26 @@ from sluice.environments.libraries.imports import library
 from sluice.errors import ConfigError
 
 _HELD_OUT = 1 << 30
-"""First seed of the tasks for evaluation; those to train on are lower."""
+"""First seed of the tasks for evaluation. Tasks to train on have lower seeds."""
 
 _TEXTS = ("prompt", "message", "text", "content", "observation", "response", "result")
-"""Fields of an observation that are taken for its text, the first that is there, unless one is named."""
+"""Fields of an observation that may be its text. The first one present is used, unless the settings name a field."""
 
 _OPEN_S = 30.0
 _MOST_BYTES = 16 << 20
 
 
 class OpenEnv:
-    """Plays the environment of an OpenEnv server; each task is a seed of its `reset`.
+    """Plays the environment of an OpenEnv server. Each task is a seed of its `reset`.
 
     Args:
-        url: Of the server, such as ``ws://127.0.0.1:8000``; http and https mean ws and wss.
-        action: Field of the action that takes what the assistant says. Empty: it says the whole action as JSON.
-        observation: Field of the observation that the model is shown. Empty: its text if it has one, else all of it as JSON.
+        url: URL of the server, such as ``ws://127.0.0.1:8000``; http and https mean ws and wss.
+        action: Field of the action that gets the assistant's text. Empty: the text is the whole action as JSON.
+        observation: Field of the observation to show to the model. Empty: its text if it has one, else the whole observation as JSON.
         fixed: Further fields of each action.
         reset: Further fields of each reset.
-        train: Tasks to train on.
-        evaluate: Tasks to evaluate on.
+        train: Number of tasks to train on.
+        evaluate: Number of tasks to evaluate on.
         system: System message; none if empty.
     """
 
@@ -64,7 +64,7 @@ class OpenEnv:
         self._counts = {"train": train, "eval": evaluate}
 
     async def tasks(self, split: str, seed: int) -> Sequence[Task]:
-        """Return seeds; those for evaluation are the same for every seed of a run."""
+        """Return seeds. The seeds for evaluation are the same for every seed of a run."""
         if split not in self._counts:
             raise ConfigError(f"openenv has the splits train and eval, not {split!r}")
         count = self._counts[split]
@@ -73,7 +73,7 @@ class OpenEnv:
         return [Task(str(each), {"seed": each}) for each in seeds]
 
     async def reset(self, task: Task, seed: int) -> OpenEnvEpisode:  # the task's own seed decides
-        """Open a connection, which is a session of its own, and begin an episode."""
+        """Open a connection, which has its own session, and begin an episode."""
         try:
             socket = await self._connect(self._url, open_timeout=_OPEN_S, max_size=_MOST_BYTES)
         except (OSError, TimeoutError) as error:
@@ -89,10 +89,10 @@ class OpenEnv:
         return episode
 
     def _asked(self, said: str) -> Mapping[str, Any]:
-        """Return the action that the assistant's words stand for.
+        """Return the action for the assistant's text.
 
         Raises:
-            ValueError: if they should be JSON, and are not.
+            ValueError: if the text should be JSON, and is not.
         """
         if self._action:
             return {**self._fixed, self._action: said}
@@ -102,7 +102,7 @@ class OpenEnv:
         return {**self._fixed, **found}
 
     def _shown(self, observation: Any) -> str:  # noqa: ANN401 - anything that JSON has
-        """Return what the model is shown of an observation."""
+        """Return the text of an observation to show to the model."""
         if isinstance(observation, dict):
             names = (self._observation,) if self._observation else _TEXTS
             for name in names:
@@ -122,7 +122,7 @@ class OpenEnvEpisode:
         self._socket, self._asked, self._shown = socket, asked, shown
 
     async def step(self, completion: str) -> Turn:
-        """Act as the assistant says. Words that are no action are answered with what is wrong."""
+        """Send the assistant's action. If its text is not an action, the answer says why."""
         try:
             action = self._asked(completion)
         except ValueError as error:
@@ -154,9 +154,10 @@ class OpenEnvEpisode:
 
 
 def _ends_by_a_limit(found: Mapping[str, Any]) -> bool:
-    """Return whether a limit ends the episode, whatever `done` says: Gymnasium's pair `terminated` and `truncated` leaves `done` to the first.
+    """Return whether a limit ends the episode, even without `done`.
 
-    Alone, `truncated` in an observation that is not the last says that its text was cut, as in the results of tools.
+    With Gymnasium's pair of `terminated` and `truncated`, `done` may mean only `terminated`. Without `terminated`,
+    `truncated` in an observation before the last one says that its text was cut, as in the results of tools.
     """
     observation = found.get("observation")
     pair = isinstance(observation, dict) and "terminated" in observation and observation.get("truncated") is True
@@ -164,7 +165,7 @@ def _ends_by_a_limit(found: Mapping[str, Any]) -> bool:
 
 
 def _is_truncated(found: Mapping[str, Any]) -> bool:
-    """Return whether a limit ended an episode that has ended. The protocol has no field for it: servers say so in one of these places."""
+    """Return whether a limit ended an episode that has ended. The protocol has no field for this, so servers use one of these places."""
     observation = found.get("observation")
     places = [found, found.get("metadata"), observation]
     if isinstance(observation, dict):

@@ -21,11 +21,11 @@ class ReasoningGym:
     """Asks the questions of one task family of reasoning-gym.
 
     Args:
-        family: Such as ``leg_counting``.
+        family: Name of the family, such as ``leg_counting``.
         options: Settings of the family, such as ``{"max_animals": 4}``.
-        train: Tasks to train on. Those whose question is also asked in evaluation are left out.
-        evaluate: Tasks to evaluate on.
-        tag: The answer is what stands between ``<tag>`` and ``</tag>``. Empty: the whole completion.
+        train: Number of tasks to train on. Tasks whose question also occurs in the evaluation are left out.
+        evaluate: Number of tasks to evaluate on.
+        tag: The answer is the text between ``<tag>`` and ``</tag>``. Empty: the whole completion.
         system: System message. By default it asks for the tag.
     """
 
@@ -58,7 +58,7 @@ class ReasoningGym:
             seed = _HELD_OUT_SEED
             held_out: set[str] = set()
         else:
-            # Seeds next to each other give reasoning-gym tasks that overlap: it adds the index to the seed.
+            # With adjacent seeds the tasks of reasoning-gym overlap, because it adds the index to the seed.
             seed = random.Random(f"reasoning_gym/{seed}").getrandbits(31)  # noqa: S311 - tasks, not secrets
             held_out = {entry["question"] for entry in self._dataset(_HELD_OUT_SEED, self._count("eval"))}
         tasks, asked = [], set(held_out)
@@ -80,7 +80,7 @@ class ReasoningGym:
         return [{"role": "system", "content": self._system}, question] if self._system else [question]
 
     def score(self, task: Task, completion: str) -> float:
-        """Return what the family says of the answer, 0 to 1."""
+        """Return the family's score for the answer, 0 to 1."""
         answer: str | None = completion.strip()
         if self._tag:
             answer = self._library.utils.extract_answer(completion, tag_name=self._tag)
@@ -93,7 +93,7 @@ class ReasoningGym:
         return self._counts[split]
 
     def _dataset(self, seed: int, count: int) -> Any:  # noqa: ANN401 - the library's class
-        """Return a data set of the family, which generates each of its tasks when it is asked for."""
+        """Return a data set of the family. It generates each task when the task is read."""
         key = (seed, count)
         if key not in self._datasets:
             try:

@@ -14,22 +14,22 @@ from sluice.environments.libraries.imports import library
 from sluice.errors import ConfigError
 
 _HELD_OUT = 1 << 30
-"""First seed of the games for evaluation; those to train on are lower."""
+"""First seed of the games for evaluation. Games to train on have lower seeds."""
 
 _RAW = "-raw"
-"""Ending of the games that give each message once, where the others repeat the whole game in each observation."""
+"""Ending of the names of games that give each message once. Other games repeat the whole game in each observation."""
 
 _Result = TypeVar("_Result")
 
 
 class TextArena:
-    """Plays a game of TextArena for one player; each task is a seed.
+    """Plays a game of TextArena for one player. Each task is a seed.
 
     Args:
-        game: Such as ``GuessTheNumber-v0``. It needs one player.
+        game: Name of a game for one player, such as ``GuessTheNumber-v0``.
         options: Keyword arguments of `textarena.make`, such as ``{"max_turns": 8}``.
-        train: Games to train on.
-        evaluate: Games to evaluate on.
+        train: Number of games to train on.
+        evaluate: Number of games to evaluate on.
         system: System message; none if empty.
     """
 
@@ -53,7 +53,7 @@ class TextArena:
             raise ConfigError(f"TextArena has no game {game!r}; it has {', '.join(known)}")
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
-        """Return the games of the split ``train`` or ``eval``; those for evaluation are the same for every seed."""
+        """Return the games of the split ``train`` or ``eval``. The games for evaluation are the same for every seed."""
         if split not in self._counts:
             raise ConfigError(f"textarena has the splits train and eval, not {split!r}")
         count = self._counts[split]
@@ -61,13 +61,13 @@ class TextArena:
         seeds = range(_HELD_OUT, _HELD_OUT + count) if split == "eval" else draw.sample(range(_HELD_OUT), count)
         return [Task(str(each), {"seed": each}) for each in seeds]
 
-    def reset(self, task: Task, seed: int) -> Game:  # the game is the task's: its seed decides all of it
+    def reset(self, task: Task, seed: int) -> Game:  # the task's own seed determines the whole game
         """Begin a game."""
         return Game(self._library, self._game, self._options, int(task.data["seed"]), self._system)
 
 
 class Game:
-    """A game under way."""
+    """A game in progress."""
 
     def __init__(self, textarena: Any, game: str, options: Mapping[str, Any], seed: int, system: str) -> None:  # noqa: ANN401 - a module
         self._textarena = textarena
@@ -78,7 +78,7 @@ class Game:
         self.messages.append({"role": "user", "content": self._alone(self._observed)})
 
     def step(self, completion: str) -> Turn:
-        """Make a move. The reward is that of the game, at its end."""
+        """Make a move. The reward is the game's, and comes at its end."""
         return self._alone(lambda: self._moved(completion))
 
     def _begun(self, game: str, options: Mapping[str, Any], seed: int) -> Any:  # noqa: ANN401 - the library's class
@@ -101,12 +101,12 @@ class Game:
         return Turn(reward=float(rewards[self._seat]), done=True, metrics=measures)
 
     def _observed(self) -> str:
-        """Return what the game said since the last move, without the player's own words."""
+        """Return the text of the game since the last move, without the player's own words."""
         _, observed = self._game.get_observation()
         return "\n".join(text for sender, text, _ in observed if sender != self._seat)
 
     def _alone(self, call: Callable[[], _Result]) -> _Result:
-        """Call the game with random numbers of its own: it draws from the generator that the whole process shares."""
+        """Call the game with its own random state, because it draws from the generator that the whole process shares."""
         shared = random.getstate()
         try:
             if self._random is not None:

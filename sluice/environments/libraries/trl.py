@@ -1,4 +1,4 @@
-"""Data sets, reward functions and environment classes as TRL's GRPOTrainer takes them. TRL itself is not needed.
+"""Data sets, reward functions and environment classes for TRL's GRPOTrainer, used unmodified. TRL itself is not needed.
 
 Apache-2.0: https://huggingface.co/docs/trl, version 1.16.
 """
@@ -39,17 +39,17 @@ def load(
     system: str = "",
     argv: Sequence[str] = (),
 ) -> Questions | Environments:
-    """Trains with TRL's reward functions, or on an environment class of TRL's kind, as they are.
+    """Trains with reward functions or an environment class written for TRL, unmodified.
 
     Args:
         dataset: Rows with a column `prompt`, a text or messages: a file, a directory, or a hub id; see `sluice.environments.datasets`.
         reward_funcs: Functions, as ``path.py:function`` or ``module:function``.
-        reward_weights: What the reward of each is multiplied by before they are added; by default 1.
+        reward_weights: Factor for the reward of each function before the rewards are added; by default 1.
         environment_factory: Class whose public methods are tools, as ``path.py:Class``.
-        tasks: Episodes to train on where there is no data set.
-        limit: Most rows of a split.
+        tasks: Number of episodes to train on if there is no data set.
+        limit: Maximum number of rows of a split.
         system: System message before each prompt; none if empty.
-        argv: Command line of the script that has the functions, which finds it here as `sys.argv`.
+        argv: Command line for the script with the functions; the script sees it as `sys.argv`.
     """
     if argv:
         sys.argv[:] = argv
@@ -71,11 +71,11 @@ class Rewards:
     """Adds the rewards of several functions.
 
     Args:
-        functions: By what the settings call them.
-        weights: In the same order.
+        functions: Functions, by their names in the settings.
+        weights: Their weights, in the same order.
 
     Raises:
-        ConfigError: if the weights do not fit, or a function needs what a run cannot give it.
+        ConfigError: if the number of weights is wrong, or a function needs an argument that a run cannot give.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], weights: Sequence[float] | None) -> None:
@@ -98,11 +98,11 @@ class Rewards:
     ) -> list[Score]:
         """Return the weighted sum for each completion, and each function's own reward as a measure.
 
-        A function that returns None or NaN for a completion does not count for it; if all do, its reward is missing.
+        A function that returns None or NaN for a completion is left out of its sum. If all functions do, the completion's reward is missing.
 
         Raises:
-            TypeError: if a function returns what is no number.
-            ValueError: if it does not return one reward for each completion, or one that is infinite.
+            TypeError: if a function returns something that is not a number.
+            ValueError: if it does not return one reward for each completion, or a reward is infinite.
         """
         totals: list[float | None] = [None] * len(completions)
         logged: list[dict[str, float]] = [{} for _ in completions]
@@ -129,7 +129,7 @@ class Rewards:
 
 
 async def _each(found: Any, name: str, count: int) -> list[Any]:  # noqa: ANN401 - whatever was returned
-    """Return the rewards of a list, an array or an iterator, awaited where they have to be."""
+    """Return the rewards in a list, an array or an iterator. Await them if necessary."""
     try:
         values = [] if isinstance(found, str | Mapping) else list(found)
     except TypeError:
@@ -142,7 +142,7 @@ async def _each(found: Any, name: str, count: int) -> list[Any]:  # noqa: ANN401
 
 
 def _accepted(function: RewardFunction, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a function takes of all that there is."""
+    """Return those of the given arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return given
@@ -174,7 +174,7 @@ class _Rows:
         return found
 
     def _check(self, place: Place, row: Row) -> None:
-        """Refuse a row whose prompt is missing where it is needed, or cannot be one."""
+        """Refuse a row whose prompt is missing but needed, or has the wrong form."""
         if "prompt" not in row:
             if self._prompted:
                 raise ConfigError(f"{place} has no column prompt, but {', '.join(row)}")
@@ -204,7 +204,7 @@ def _is_message(value: Any) -> bool:  # noqa: ANN401 - whatever a row has
 
 
 class Questions:
-    """Asks the prompts of a data set; reward functions score the answers."""
+    """Asks the prompts of a data set. Reward functions score the answers."""
 
     name = "trl"
 
@@ -220,12 +220,12 @@ class Questions:
         return self._data.messages(task.data["row"])
 
     async def score(self, task: Task, completion: str) -> Score:
-        """Return what one completion is worth."""
+        """Return the score of one completion."""
         (score,) = await self.score_batch(task, [completion])
         return score
 
     async def score_batch(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        """Return what the completions of a group are worth."""
+        """Return the scores of the completions of a group."""
         row = task.data["row"]
         plain = isinstance(row["prompt"], str)
         said = completions if plain else [[{"role": "assistant", "content": each}] for each in completions]
@@ -242,11 +242,11 @@ class Environments:
         self._data, self._rewards, self._factory = data, rewards, factory
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
-        """Return the rows of a split, or so many episodes."""
+        """Return the rows of a split; without a data set, numbered episodes."""
         return self._data.tasks(split, seed)
 
     async def reset(self, task: Task, seed: int) -> ToolEpisode:
-        """Begin an episode. What `reset` of the class draws at random is the same for all attempts at a task."""
+        """Begin an episode. The random numbers in the class's `reset` are the same for all attempts at a task."""
         row = task.data["row"]
         random.seed(task.task_id)
         environment = self._factory()
@@ -261,7 +261,7 @@ class Environments:
 
 
 class ToolEpisode:
-    """An episode: calls the methods that the model names, and is over with its first message without a call."""
+    """An episode: calls the methods that the model names, and ends with its first message without a call."""
 
     def __init__(self, environment: Any, messages: list[Message], row: Row, rewards: Rewards) -> None:  # noqa: ANN401 - the user's class
         self.messages = messages
@@ -276,7 +276,7 @@ class ToolEpisode:
         self.tools = [_schema(each) for each in self._methods.values()]
 
     async def step(self, said: Any, last: bool = False) -> Turn:  # noqa: ANN401 - a message, or a text where there are no tools
-        """Answer a turn of the assistant; score what there is if it is the `last` one, as TRL does."""
+        """Answer a turn of the assistant. If it is the `last` one, score the episode so far, as TRL does."""
         message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
         self._said.append(message)
         if calls := message.get("tool_calls"):
@@ -288,14 +288,14 @@ class ToolEpisode:
         return Turn(reward=score.reward, done=True, truncated=bool(calls), metrics=score.metrics)
 
     async def close(self) -> None:
-        """Close the environment, if it can be."""
+        """Close the environment, if it has a way to."""
         if callable(close := getattr(self._environment, "close", None)):
             closed = close()
             if inspect.isawaitable(closed):
                 await closed
 
     async def _result(self, call: Mapping[str, Any]) -> Message:
-        """Call a method. What it raises is its result, so that the model can do better."""
+        """Call a method. If it raises, the error is its result, so that the model can do better."""
         name = call["function"]["name"]
         if name not in self._methods:
             return {"role": "tool", "tool_call_id": call["id"], "content": f"error: there is no tool {name}"}

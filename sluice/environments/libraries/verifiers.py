@@ -25,13 +25,13 @@ from sluice.environments.libraries.imports import library
 from sluice.errors import ConfigError
 
 _MODEL = "policy"
-"""Name of the model in requests; the gateway takes any."""
+"""Name of the model in requests. The gateway accepts any name."""
 
 _HARNESS = "sluice_chat"
 
 _INSTALL_S = 600.0
 _MOST_SAID = 2000
-"""Characters of what an installer said that an error shows."""
+"""Maximum number of characters of an installer's output in an error."""
 
 _keys = itertools.count(1)
 
@@ -46,17 +46,17 @@ def load(  # the parameters are the settings
     harness: str = "",
     max_turns: int | None = None,
 ) -> ClassicEnvironment | Taskset:
-    """Plays an environment of the library verifiers, named as its package is.
+    """Plays an environment of the library verifiers, by the name of its package.
 
     Args:
-        id: Its name, such as ``reverse-text``, whose package is beside verifiers; or ``owner/name`` of the Environments Hub, which
-            is installed there unless the name after the slash can be imported.
+        id: Its name, such as ``reverse-text``, if its package is installed beside verifiers; or ``owner/name`` of the Environments
+            Hub. That is installed there unless the name after the slash can be imported.
         args: Arguments of its `load_environment`, or settings of its taskset.
-        eval_args: Those for evaluation, such as ``{"split": "test"}``, where it has its own tasks for that.
-        held_out: Tasks that are kept for evaluation if it has none for that.
-        limit: Most tasks to train on; needed where a taskset has no end.
-        harness: Of a taskset: the program that plays, by its id. Empty: a chat loop with the tools of the task, in this process.
-        max_turns: Of a taskset: most answers of an episode.
+        eval_args: Arguments for evaluation, such as ``{"split": "test"}``, if it has separate tasks for evaluation.
+        held_out: Number of tasks to keep for evaluation if it has no separate ones.
+        limit: Maximum number of tasks to train on; needed if a taskset is infinite.
+        harness: For a taskset: id of the program that plays. Empty: a chat loop with the tools of the task, in this process.
+        max_turns: For a taskset: maximum number of answers of an episode.
     """
     library("verifiers", "verifiers")
     name = id.rsplit("/", 1)[-1].split("@", 1)[0]
@@ -78,7 +78,7 @@ def load(  # the parameters are the settings
 
 
 def install_from_hub(hub_id: str) -> None:
-    """Let the hub's own program install an environment beside verifiers.
+    """Install an environment beside verifiers with the hub's own program.
 
     Raises:
         ConfigError: if there is no such program, or it fails.
@@ -126,12 +126,12 @@ class _Wanted:
 
 
 class _Numbered:
-    """Lists tasks by their number; those for evaluation are others than those to train on.
+    """Lists tasks by their number. The tasks for evaluation differ from the tasks to train on.
 
     Args:
         wanted: Which tasks.
-        count: Tasks there are.
-        evaluated: Tasks for evaluation alone; None if there are none.
+        count: Number of tasks.
+        evaluated: Number of tasks only for evaluation; None if there are none.
 
     Attributes:
         name: The environment's name.
@@ -156,7 +156,7 @@ class _Numbered:
 
 
 class ClassicEnvironment(_Numbered):
-    """An environment that `load_environment` of its package makes."""
+    """An environment made by `load_environment` of its package."""
 
     def __init__(self, wanted: _Wanted) -> None:
         try:
@@ -244,7 +244,7 @@ class Taskset(_Numbered):
 
 @contextlib.contextmanager
 def _variable(key: str) -> Iterator[str]:
-    """Keep a session key in an environment variable while the block runs: verifiers takes keys from there alone."""
+    """Keep a session key in an environment variable while the block runs, because verifiers reads keys only from there."""
     name = f"SLUICE_SESSION_KEY_{next(_keys)}"
     os.environ[name] = key
     try:

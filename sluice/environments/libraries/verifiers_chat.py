@@ -1,6 +1,7 @@
-"""A harness for verifiers that plays in this process: asks the model, calls the tools of the task, until there are no more calls.
+"""A harness for verifiers that plays in this process: asks the model and calls the tools of the task, until there are no more calls.
 
-The library's own harnesses start a program for each episode, whose packages `uv` fetches: seconds each, and none without a network.
+The library's own harnesses start a program for each episode, and `uv` fetches its packages. That takes seconds, and fails without a
+network.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["ChatHarness"]
 _CONNECT_S = 10.0
 
 _CONTEXT = ssl.create_default_context()
-"""The endpoint is the library's own, on this machine: certificates would take 30 ms of each episode to load."""
+"""Shared by all episodes: loading certificates would take 30 ms per episode, and the endpoint is the library's own, on this machine."""
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]  # of a library that is not here
@@ -40,7 +41,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]  # of a l
         data: Any,  # noqa: ANN401
         tool_interception_url: str | None = None,
     ) -> Any:  # noqa: ANN401
-        """Play one segment; the library's interception relays each request, and ends the episode at its limits."""
+        """Play one segment. The library's interception relays each request, and ends the episode at its limits."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""Data sets and reward functions as verl's PPO trainer takes them. verl itself is not needed.
+"""Data sets and reward functions for verl's PPO trainer, used unmodified. verl itself is not needed.
 
 Apache-2.0: https://github.com/volcengine/verl, of January 2026.
 """
@@ -21,7 +21,7 @@ from sluice.errors import ConfigError
 from sluice.loading import load_attribute
 
 _MATH = ("math", "lighteval/math", "digitallearninggmbh/math", "huggingfaceh4/math", "aime", "numina_")
-"""How the names of data sources of mathematics begin, in lower case."""
+"""Prefixes of the names of mathematical data sources, in lower case."""
 
 
 def load(
@@ -35,18 +35,18 @@ def load(
     system: str = "",
     limit: int | None = None,
 ) -> Rows:
-    """Trains on verl's Parquet files with verl's kind of reward function, as they are.
+    """Trains on Parquet files with a reward function, both written for verl, unmodified.
 
     Args:
         dataset: One file or several, with the columns prompt (messages), data_source, reward_model.ground_truth and extra_info.
         eval_dataset: Files for evaluation; by default `dataset`.
         reward: Function of (data_source, solution_str, ground_truth, extra_info), as ``path.py:compute_score``. It returns a number, or
-            a dict with `score` whose other numbers are logged. By default answers of gsm8k and of sets of mathematics are compared.
-        reward_kwargs: Further arguments of it.
+            a dict with `score` whose other numbers are logged. By default the answers of gsm8k and mathematical data sets are compared.
+        reward_kwargs: Further arguments of the function.
         prompt: Column of the messages.
         source: Column of the name of the data source.
         system: System message before each prompt; none if empty.
-        limit: Most rows to train on.
+        limit: Maximum number of rows to train on.
     """
     function = load_attribute(reward, "reward function") if reward else compare
     return Rows(
@@ -62,7 +62,7 @@ def load(
 
 
 def compare(data_source: str, solution_str: str, ground_truth: object, **_: object) -> float:
-    """Return 1 if the answer is the right one, else 0, for gsm8k and sets of mathematics; `check_comparable` says what it takes."""
+    """Return 1 if the answer is right, else 0, for gsm8k and mathematical data sets. `check_comparable` checks what it accepts."""
     reward = gsm8k_reward if data_source.lower().endswith("gsm8k") else math_reward
     return reward(solution_str, str(ground_truth))
 
@@ -71,7 +71,7 @@ def check_comparable(data_source: str, ground_truth: object) -> None:
     """Check that `compare` has a reward for a row.
 
     Raises:
-        ValueError: if the data source is unknown, or the ground truth is no text or number that can be compared.
+        ValueError: if the data source is unknown, or the ground truth is not a text or number that can be compared.
     """
     is_gsm8k = data_source.lower().endswith("gsm8k")
     if not is_gsm8k and not data_source.lower().startswith(_MATH):
@@ -87,12 +87,12 @@ def _paths(named: str | Sequence[str]) -> list[str]:
 
 @dataclass(kw_only=True)
 class Rows:
-    """Asks the prompts of the files; the function scores the answers.
+    """Asks the prompts of the files. The function scores the answers.
 
     Attributes:
         train: Files to train on.
-        evaluated: Files for evaluation; those to train on if empty.
-        function: See `load`, which has the others as well.
+        evaluated: Files for evaluation; if empty, the files to train on.
+        function: The reward function; see `load` for it and the other arguments.
         more: Further arguments of the function.
     """
 
@@ -108,7 +108,7 @@ class Rows:
     limit: int | None
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
-        """Return the rows of the files; those to train on in an order that the seed determines.
+        """Return the rows of the files. The order of rows to train on depends on the seed.
 
         Raises:
             ConfigError: if a file cannot be read or lacks a column.
@@ -146,7 +146,7 @@ class Rows:
         return [{"role": "system", "content": self.system}, *asked] if self.system else asked
 
     async def score(self, task: Task, completion: str) -> Score:
-        """Return what the function says of an answer."""
+        """Return the function's score for an answer."""
         row: Row = task.data["row"]
         name = getattr(self.function, "__name__", type(self.function).__name__)
         with noted(f"raised by the reward function {name}; row {task.task_id}"):
@@ -162,7 +162,7 @@ class Rows:
 
 
 def _score(said: Any, who: str) -> Score:  # noqa: ANN401 - whatever was returned
-    """Return what a function returned as a score: the numbers beside ``score`` are measures, texts are not."""
+    """Return a function's result as a score. Numbers beside ``score`` become measures; texts are ignored."""
     if not isinstance(said, Mapping):
         if isinstance(said, list | tuple):
             raise TypeError(f'{who} returned {said!r:.120}: return a number, or a dict with "score" and measures')
