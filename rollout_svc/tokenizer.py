@@ -477,7 +477,7 @@ class TextStream:
         decode: Returns the text of token ids without special tokens.
         special_ids: Tokens that have no text.
         byte_ids: Tokens that each stand for one byte. A tokenizer decodes a run of such tokens together. If a byte is wrong, the
-        whole run becomes replacement characters, so the text of a run is only known at its end.
+            whole run becomes replacement characters, so the text of a run is only known at its end.
         continued: Tokens before the first part. The text of the first part begins with their text.
     """
 

@@ -130,7 +130,7 @@ class Notice(NamedTuple):
 
     Attributes:
         kind: `ignored`: it cannot change the tokens. `left_out`: it is not in the prompt. `not_enforced`: the model is asked, not
-        forced. `overridden`: the session's sampling is used. `not_trained`: it was done, but its tokens are not trained.
+            forced. `overridden`: the session's sampling is used. `not_trained`: it was done, but its tokens are not trained.
         what: Name of the field, with its value if there are only a few possible values.
     """
 

@@ -183,9 +183,9 @@ class PolicyEngine:
 
     Attributes:
         counts: Counts of this process: "requests" that were answered, answered requests with a sample of several policy versions
-        ("spanning"), "tokens" sampled, failed attempts that were retried ("retried"), samples that "continued" from their
-        tokens, tokens that were kept in this way ("tokens_kept"), and tokens that were sampled and thrown away
-        ("tokens_lost"). The last count includes an estimate of the tokens that lost replicas had not sent yet.
+            ("spanning"), "tokens" sampled, failed attempts that were retried ("retried"), samples that "continued" from their
+            tokens, tokens that were kept in this way ("tokens_kept"), and tokens that were sampled and thrown away
+            ("tokens_lost"). The last count includes an estimate of the tokens that lost replicas had not sent yet.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class PolicyEngine:
         Args:
             request: The request. It may not ask for log-probabilities of the prompt, which streams do not have.
             prefix_keys: Keys for the tokens that the prompt begins with, the most specific first, such as the names of its episode and
-            its group. Requests with a common key go to the replica that has these tokens in its cache.
+                its group. Requests with a common key go to the replica that has these tokens in its cache.
             replicas: List to which the addresses of the replicas that are asked are added.
 
         Raises:

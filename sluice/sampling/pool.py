@@ -60,7 +60,7 @@ class ReplicaPool:
         concurrency: How many samples a replica is given at a time.
         group: Samples that are dispatched together.
         holds_back: Whether new requests wait here, first in, first out, while no replica may be given more samples. If false, callers
-        ask `has_room` before they make a request.
+            ask `has_room` before they make a request.
         clock: Time of waits and limits.
 
     Attributes:

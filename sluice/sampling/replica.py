@@ -77,7 +77,7 @@ class Replica:
         limit: How many samples it is given at a time.
         loss: Why it was evicted; None if it is not evicted.
         announced_as: Name that it must report, because it was announced or listed with it; empty if any name will do. None if its
-        address is configured.
+            address is configured.
         leaving: Whether its lease is over, or it is no longer listed: it gets no new work.
         left: Whether it reported that it leaves.
         told: Version and fitness that its pool last passed to `on_change`.

@@ -67,11 +67,11 @@ class VllmOptions:
 
     Attributes:
         double_buffer: On CPU, build the next version beside the one that samples, then swap them. This doubles the memory of
-        the weights; without it, the pause lasts as long as copying and packing.
+            the weights; without it, the pause lasts as long as copying and packing.
         patch: On an accelerator, load only the values that differ from the previous version; see
-        `weightsync.vllm.worker.Patch` for how far that is tested.
+            `weightsync.vllm.worker.Patch` for how far that is tested.
         phase_deadline_s: Seconds that each of the three steps of an update may take (prepare; pause and load; go back if that
-        fails) before the engine counts as broken.
+            fails) before the engine counts as broken.
         drain_deadline_s: Seconds that `pause` with mode WAIT waits for requests to end.
         start_method: "auto" forks on CPU at the first start and spawns later, when the process may serve sockets; "fork"
             forks at every start. Both spawn if this process uses gRPC: a fork of it may hang.

@@ -153,8 +153,8 @@ async def launch(
         model: Directory or hub id.
         given: The user's engine arguments.
         fork: Fork the engine's process instead of spawning it, if the platform allows it and this process has no objects of gRPC
-        (see `fork_is_sound`). That takes 8 s instead of 15, but is only sound while this process serves nothing: a forked
-        child would hold its sockets open.
+            (see `fork_is_sound`). That takes 8 s instead of 15, but is only sound while this process serves nothing: a forked
+            child would hold its sockets open.
         deadline_s: Seconds that the start may take.
         lora: Maximum number and rank of adapters; None: no adapters.
         clock: Time of the deadline.
@@ -355,7 +355,7 @@ def prepare_environment(environment: MutableMapping[str, str], *, workers: int) 
     Args:
         environment: Normally ``os.environ``.
         workers: Tensor times pipeline parallel size. A single worker on a CPU lives in the engine's process, which saves
-        the time of one more start.
+            the time of one more start.
     """
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if workers > 1 else "0"
     if workers > 1:

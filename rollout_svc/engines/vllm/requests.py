@@ -277,7 +277,7 @@ class LoadRecorder:
     Attributes:
         steps: Steps of all engines.
         preemptions: Samples that lost their place in the KV cache and were computed again. vLLM reports them only if its prefix
-        cache is enabled, which is its default.
+            cache is enabled, which is its default.
     """
 
     def __init__(self) -> None:
@@ -354,7 +354,7 @@ def sampling_params(
         info: The model.
         has_tokenizer: Whether stop strings can be found.
         hold: Whether the engine's process may hold tokens back; see `rollout_svc.engines.vllm.scheduler`. It never does for requests
-        with stop strings, because vLLM finds these in its front end.
+            with stop strings, because vLLM finds these in its front end.
 
     Raises:
         ValueError: if this engine does not support the parameters.
