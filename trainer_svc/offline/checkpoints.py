@@ -1,4 +1,4 @@
-"""The output of an offline run, and the checkpoints that it resumes from after a kill.
+"""The output of an offline run, and the checkpoints from which it resumes after a kill.
 
 outputs/sft                 the model directory; appears when the run has finished
 outputs/sft.checkpoints     during the run: step_*/, and the file `exported` just before the model is written
@@ -29,21 +29,22 @@ from trainer_svc.engine.finite import describe_unfit
 from trainer_svc.offline.config import OfflineConfig, make_parent
 
 KEEP = 2
-"""One is complete while the next is written."""
+"""Checkpoints to keep: one is complete while the next is written."""
 
 EXPORTED = "exported"
-"""File beside the checkpoints. With it, an output that exists was written by this run."""
+"""File beside the checkpoints. If it exists, an existing output was written by this run."""
 
 _MAY_CHANGE = {
     *(ComputeConfig.model_fields.keys() - OptimizerConfig.model_fields.keys() - {"lora", "dtype"}),
     *("output", "resume", "checkpoint_every", "log_every", "eval_every", "save_dtype"),
     *("eval_data", "eval_split", "evaluation", "metric", "min_gain"),
 }
-"""Settings that change neither the weights nor the order of the data: where and how a step is computed, what is reported."""
+"""Settings that a resumed run may change: they affect neither the weights nor the order of the data, only where and how a step is
+computed and what is reported."""
 
 
 _COMPARED = {"eval_data", "eval_split", "evaluation", "metric", "min_gain"}
-"""Those of them that must not change where evaluations of the run are compared with each other."""
+"""Of these settings, those that must not change if the run compares its evaluations with each other."""
 
 
 class FinishedError(Exception):
@@ -65,8 +66,8 @@ def claim_output(config: OfflineConfig) -> None:
 
     Raises:
         FinishedError: if `resume` is set and the run had written its output before it was killed.
-        FileExistsError: if the output exists, or checkpoints for it exist without `resume`.
-        ConfigError: if the directory above the output cannot be made.
+        FileExistsError: if the output exists, or checkpoints for it exist and `resume` is not set.
+        ConfigError: if the directory above the output cannot be created.
     """
     output, checkpoints = config.output, checkpoint_directory(config.output)
     if not output.exists():
@@ -107,7 +108,7 @@ class RunCheckpoints:
         """Restore the newest checkpoint, if `resume` is set and there is one; return the number of steps that are done.
 
         Raises:
-            ConfigError: if the run that wrote it had other settings, or it is damaged.
+            ConfigError: if the run that wrote the checkpoint had other settings, or the checkpoint is damaged.
         """
         if not self._config.resume:
             return 0
@@ -137,7 +138,7 @@ class RunCheckpoints:
         """Begin to write a checkpoint if one is due; training continues meanwhile.
 
         Raises:
-            ConfigError: if the one before could not be written, or the weights must not be.
+            ConfigError: if the previous checkpoint could not be written, or the weights are not finite.
         """
         if not self._config.checkpoint_every or step % self._config.checkpoint_every:
             return
@@ -154,15 +155,15 @@ class RunCheckpoints:
     def require_fit(
         self, step: int, dtype: torch.dtype | None = None, *, rows: Sequence[TrainingRow] | None = None
     ) -> None:
-        """Refuse weights that are not finite, or compute nothing finite; what is on disk stays as it is.
+        """Raise if weights are not finite, or the model computes NaN with them. Files on disk are not changed.
 
         Args:
-            step: The step that made them.
+            step: The step that made the weights.
             dtype: Precision in which they will be written; None keeps float32.
-            rows: This rank's rows to compute with, perhaps none; None: only the weights themselves are looked at.
+            rows: This rank's rows to compute with, possibly empty; None: check only the weights themselves.
 
         Raises:
-            ConfigError: with the names of some weights, if these are at fault, and the remedy.
+            ConfigError: with the remedy and, if weights are not finite, the names of some.
         """
         engine = self._engine
         if found := engine.unfit_weights(dtype):
@@ -182,7 +183,7 @@ class RunCheckpoints:
         )
 
     def before_export(self) -> None:
-        """Record that this run writes the output, so that a kill before `remove` loses nothing."""
+        """Note on disk that this run writes the output. If it is killed before `remove`, a resumed run recognises its output."""
         self._settle()
         if self._engine.mesh.rank == 0 and self._kept.directory.exists():
             write_durably(self._kept.directory / EXPORTED, b"")
@@ -195,14 +196,14 @@ class RunCheckpoints:
     @property
     def _settings(self) -> dict[str, str]:
         settings = _written(self._config)
-        if self._engine.chat_template is not None:  # what the file says, wherever it is
+        if self._engine.chat_template is not None:  # compare the template's content, not its path
             settings["chat_template"] = json.dumps(hashlib.sha256(self._engine.chat_template.encode()).hexdigest())
         return settings
 
     def _check_settings(self, written: Mapping[str, str]) -> None:
-        """Compare the settings with those of the checkpoint, whose manifest has none if another program wrote it."""
+        """Compare the settings with the checkpoint's. If another program wrote the checkpoint, its manifest has no settings."""
         own = self._settings
-        if written:  # an earlier release did not have every setting: it did as the default says
+        if written:  # a setting that an earlier release lacked counts as its default
             written = {**_written(type(self._config).model_construct()), **written}
         changed = [name for name in sorted({*own, *written}) if own.get(name) != written.get(name)] if written else []
         if changed:
@@ -230,13 +231,13 @@ def _computes_nan(engine: TrainEngine, rows: Sequence[TrainingRow]) -> bool:
 
 
 def _written(config: OfflineConfig) -> dict[str, str]:
-    """Return the settings that a checkpoint holds, as TOML."""
+    """Return the settings to store in a checkpoint, as TOML values by name."""
     may_change = _MAY_CHANGE - (_COMPARED if config.compares else set())
     return dict(_flat(config.model_dump(mode="json", exclude=may_change, exclude_none=True)))
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every setting with its TOML value; those of a table with the table's name before theirs."""
+    """Yield every setting with its TOML value. Settings of a table have names that begin with the table's name."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")

@@ -40,8 +40,8 @@ def load_offline(config_class: type[_Config], argv: list[str], command: str) -> 
     """Resolve the settings: flags > files (later wins) > `SLUICE_<COMMAND>__*` > defaults.
 
     Raises:
-        ConfigError: if anything is unknown, malformed or out of range, the model cannot be one, or the data is not there.
-        SystemExit: with code 0 after ``--help`` or ``--dry-run`` printed what it prints.
+        ConfigError: if a setting is unknown, malformed or out of range, `model` cannot be a model, or the data does not exist.
+        SystemExit: with code 0 after ``--help`` or ``--dry-run`` has printed its output.
     """
     return load_command(config_class, argv, command, check=_check)
 
@@ -73,7 +73,7 @@ def _run(config_class: type[OfflineConfig], command: str, argv: list[str]) -> in
         run(config, say, mesh)
     except FinishedError as finished:
         if dist.is_initialized():
-            dist.barrier()  # every rank has looked at the directories
+            dist.barrier()  # wait until every rank has checked the directories
         if mesh.rank == 0:
             remove_checkpoints(config.output)
         say(finished)
@@ -85,10 +85,10 @@ def _run(config_class: type[OfflineConfig], command: str, argv: list[str]) -> in
 
 
 def _check(config: OfflineConfig) -> None:
-    """Find what would fail later, before anything is loaded.
+    """Find errors before anything is loaded.
 
     Raises:
-        ConfigError: if the model cannot be one, or the data is not there or has no splits.
+        ConfigError: if a model setting cannot be a model, the data does not exist, or a split is set for data without splits.
     """
     for setting, model in _models(config).items():
         check_model(model, setting)
@@ -104,7 +104,7 @@ def _check(config: OfflineConfig) -> None:
 
 
 def _models(config: OfflineConfig) -> dict[str, str]:
-    """Return the models that are loaded, by their settings."""
+    """Return the models to load, by the name of their setting."""
     return {name: getattr(config, name) for name in ("model", "teacher") if hasattr(config, name)}
 
 
@@ -164,7 +164,7 @@ def merge(argv: list[str]) -> int:
     logging.disable_progress_bar()
     failed = f"cannot merge {config.adapter} into {base}"
     try:
-        own = config.adapter / TEMPLATE_FILE  # that of the base, or one that the adapter was trained with
+        own = config.adapter / TEMPLATE_FILE  # the base's template, or another one that the adapter was trained with
         template = read_template(own) if own.is_file() else None
         with doing(f"merge {config.adapter} into {base}"):
             merge_adapter(base, str(config.adapter), config.output, getattr(torch, config.save_dtype), template)
@@ -181,7 +181,7 @@ def merge(argv: list[str]) -> int:
 
 
 def _check_merge(config: MergeConfig) -> None:
-    """Find what would fail later, before anything is loaded.
+    """Find errors before anything is loaded.
 
     Raises:
         ConfigError: if the directory holds no adapter, its base cannot be a model, or the output exists.

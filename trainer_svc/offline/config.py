@@ -16,7 +16,7 @@ LOSS = "loss"
 """The metric that every run with held-out examples has."""
 
 _SET_BY_THE_RUN = ("model", "weights_dir", "steps", "url", "baseline", "address", "output", "plot", "attempts")
-"""Settings of `sluice eval` that an evaluation inside of a run does not have."""
+"""Settings of `sluice eval` that must not be set for an evaluation inside of an offline run."""
 
 
 class OfflineConfig(ComputeConfig):
@@ -86,13 +86,13 @@ class OfflineConfig(ComputeConfig):
     @field_validator("data", "eval_data", mode="before")
     @classmethod
     def _name_of_one(cls, data: object) -> object:
-        """Return the name in a list of one: a flag is read as a list."""
+        """Return the only element of a list, because a flag is read as a list."""
         return data[0] if isinstance(data, list) and len(data) == 1 else data or ""
 
     @field_validator("data", "eval_data")
     @classmethod
     def _shares(cls, data: str | list[str]) -> str | list[str]:
-        """Refuse shares that make no mixture."""
+        """Refuse a list of data sets whose shares are not valid for a mixture."""
         if data:
             try:
                 parts(data)
@@ -247,7 +247,7 @@ def is_file(data: str) -> bool:
     """Return whether the data is a file, which has no splits, rather than a dataset.
 
     Raises:
-        ConfigError: if it is neither a file that can be read, nor a directory, nor of the form of a hub id.
+        ConfigError: if `data` is neither a readable file, nor a directory, nor has the form of a hub id.
     """
     path = Path(data)
     if path.is_file():
@@ -260,10 +260,10 @@ def is_file(data: str) -> bool:
 
 
 def make_parent(output: Path) -> None:
-    """Make the directory above an output, before anything is loaded for it.
+    """Create the directory above an output, before anything is loaded for it.
 
     Raises:
-        ConfigError: if it cannot be made.
+        ConfigError: if it cannot be created.
     """
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

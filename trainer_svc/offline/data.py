@@ -1,4 +1,4 @@
-"""The data of offline training: rows of a file or a dataset, rendered to examples, a part held out, in shuffled batches.
+"""The data of offline training: render rows of a file or a dataset to examples, hold out a part, and draw shuffled batches.
 
 An example is one training row for a demonstration, and two rows of one group for a pair of answers.
 """
@@ -29,14 +29,14 @@ from trainer_svc.offline.config import OfflineConfig
 from trainer_svc.parallel.mesh import ALONE, Ranks
 
 Render: TypeAlias = Callable[[Row], Sequence[tuple[Rendered, ...]]]
-"""Makes the examples of a row: one row for a demonstration, the chosen and the rejected one for a pair."""
+"""Renders a row of the data to examples. An example is one training row for a demonstration, or two (chosen, rejected) for a pair."""
 
 CHOSEN, REJECTED = 1.0, 0.0
-"""Rewards of a pair's rows; the loss tells the answers apart by them."""
+"""Rewards of a pair's rows, by which the loss tells the answers apart."""
 
 
 _LEARNED = ("weight", "loss", "train")
-"""Fields with which data sets say of a message whether it is learned."""
+"""Fields of a message in which data sets say whether it is learned."""
 
 SAME = "chosen and rejected are the same: drop the row"
 
@@ -59,12 +59,12 @@ def render_demonstration(
 ) -> list[tuple[Rendered, ...]]:
     """Return the examples of a demonstration, each with one row: token ids and their loss mask.
 
-    They are several where the chat template changes earlier turns (`ChatRenderer.render_turns`). Turns of a prompt are not learned.
+    There are several if the chat template changes earlier turns (`ChatRenderer.render_turns`). Turns of a prompt are not learned.
 
     Args:
         renderer: Renders the messages.
         row: The demonstration.
-        roles: Whose turns are learned, unless a message itself says whether it is.
+        roles: Roles whose turns are learned, unless a field of the message says whether it is learned.
 
     Raises:
         TemplateError: if the row has neither `messages` nor `prompt` and `completion`, or cannot be rendered.
@@ -90,12 +90,12 @@ _Messages: TypeAlias = Sequence[Mapping[str, Any]]
 def _learned(
     messages: _Messages, tools: _Messages | None, roles: Container[str], first: int = 0
 ) -> tuple[_Messages, _Messages | None, set[int]]:
-    """Return messages without the fields that say whether they are learned, the tools, and the places of those that are.
+    """Return the messages without the fields of `_LEARNED`, the tools, and the places of the messages that are learned.
 
     Args:
         messages: The conversation.
-        tools: Its tools.
-        roles: Whose turns are learned where no field says so.
+        tools: The tools of the conversation.
+        roles: Roles whose turns are learned if no field of the message says so.
         first: Place of the first message that may be learned.
 
     Raises:
@@ -117,10 +117,10 @@ def _learned(
 
 
 def _check_messages(row: Row) -> None:
-    """Refuse lists of messages with something that is no message.
+    """Refuse lists of messages with an element that is not a message.
 
     Raises:
-        TemplateError: with the field.
+        TemplateError: with the name of the field.
     """
     if not isinstance(row.get("messages"), list | None):
         raise TemplateError(
@@ -142,7 +142,7 @@ def _check_messages(row: Row) -> None:
 
 
 def render_pair(renderer: ChatRenderer, row: Row) -> list[tuple[Rendered, ...]]:
-    """Return the example of a pair: token ids and loss masks of the chosen and of the rejected answer, each after the prompt.
+    """Return the example of a pair: token ids and loss masks of prompt and chosen answer, and of prompt and rejected answer.
 
     The prompt is not learned.
 
@@ -158,7 +158,7 @@ def render_pair(renderer: ChatRenderer, row: Row) -> list[tuple[Rendered, ...]]:
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         pair = (renderer.render_completion(prompt, chosen), renderer.render_completion(prompt, rejected))
     elif isinstance(chosen, list) and isinstance(rejected, list):
-        if prompt is None:  # whole conversations: the messages that both begin with are the prompt
+        if prompt is None:  # whole conversations: their common first messages are the prompt
             common = list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
             prompt, chosen, rejected = chosen[: len(common)], chosen[len(common) :], rejected[len(common) :]
         elif isinstance(prompt, str):
@@ -183,7 +183,7 @@ def _described(row: Row) -> str:
     return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing"
 
 
-# Examples: training rows by index, made when they are asked for.
+# Examples: training rows by index, created on access.
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +207,12 @@ def _unwritable(error: OSError) -> ConfigError:
 
 
 class _TokenFile:
-    """Token ids and loss masks of examples in a file, so that they may be more than memory holds: 5 bytes a token.
+    """Token ids and loss masks of examples in a file (5 bytes per token), so that they may exceed the memory.
 
-    The file has no name and is gone with the process. In memory are 16 bytes for each example and each of its rows.
+    The file has no name and disappears with the process. Memory holds 8 bytes per example and 8 bytes per row.
 
     Args:
-        directory: A directory of the disk that it is written to.
+        directory: A directory on the disk on which the file is created.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -238,7 +238,7 @@ class _TokenFile:
         self._examples.append(len(self._rows) - 1)
 
     def close(self) -> None:
-        """Write what is still buffered; nothing is added from here on."""
+        """Write buffered data. Nothing may be added afterwards."""
         try:
             self._file.flush()
         except OSError as error:
@@ -272,14 +272,14 @@ def load_examples(
 
     Args:
         data: The data set, or several, each with its share if they are to be mixed.
-        split: Their split.
+        split: Split of the data sets.
         render: Makes the examples of a row.
-        max_length: Longest example in tokens.
-        drop_long: Leave out longer ones.
-        directory: Where the tokens are written to; the directory for temporary files if None.
+        max_length: Most tokens of an example.
+        drop_long: Whether to leave out longer examples instead of raising.
+        directory: Directory for the file of tokens; None: the directory for temporary files.
 
     Raises:
-        ConfigError: if a row cannot be used or none is left.
+        ConfigError: if a row cannot be used or no row is left.
     """
     kept = _TokenFile(directory)
     dropped = 0
@@ -331,7 +331,7 @@ def _row(ids: np.ndarray, mask: np.ndarray, name: str) -> TrainingRow:
 
 
 def scored(pairs: Examples, padding: int | None) -> Examples:
-    """Return pairs for a network that gives each answer one value: that of the state after its last token.
+    """Return pairs for a network that gives each answer one value, computed from the state after its last token.
 
     Each row has one loss token, which only marks that state. A sequence classifier of transformers reads its score at the last
     token that is not padding. Padding at the end of an answer, such as an end token that also pads, is cut off here too.
@@ -356,7 +356,7 @@ class Data:
     held_out: Examples | None
 
     def each(self, change: Callable[[Examples], Examples]) -> Data:
-        """Return the data with both parts changed."""
+        """Return the data with `change` applied to both parts."""
         return Data(change(self.train), self.held_out and change(self.held_out))
 
 
@@ -376,10 +376,10 @@ def load_data(config: OfflineConfig, render: Render) -> Data:
 
 
 def hold_out(examples: Examples, share: float, seed: int) -> Data:
-    """Hold out a random share of the examples; none for a share of 0.
+    """Hold out a random share of the examples. A share of 0 holds out none.
 
     Raises:
-        ConfigError: if nothing would be left on one side.
+        ConfigError: if one of the two parts would be empty.
     """
     if not share:
         return Data(examples, None)
@@ -402,14 +402,14 @@ def hold_out(examples: Examples, share: float, seed: int) -> Data:
 def batches(
     examples: Examples, size: int, seed: int, ranks: Ranks = ALONE, *, first: int = 0
 ) -> Iterator[list[TrainingRow]]:
-    """Yield batches without end. Every pass is a fresh permutation; a batch may span two passes.
+    """Yield batches without end. Every pass over the examples is a new permutation; a batch may span two passes.
 
     Args:
-        examples: Where they come from.
+        examples: The examples to draw from.
         size: Examples per batch, over all ranks.
         seed: Seed of the permutations, the same on every rank.
-        ranks: Each gets every `ranks.size`-th example of a batch.
-        first: Number of the first batch, from 0. Batches before it are drawn, so that the order stays the same, but not made.
+        ranks: Each rank gets every `ranks.size`-th example of a batch.
+        first: Number of the first batch to yield, from 0. Earlier batches are drawn, to keep the order, but not created.
     """
     generator = np.random.default_rng(seed)
     waiting: list[int] = []
@@ -427,7 +427,7 @@ def every_row(examples: Examples, ranks: Ranks = ALONE) -> list[TrainingRow]:
 
 
 def _rows(examples: Examples, chosen: list[int]) -> list[TrainingRow]:
-    """Return the rows of some examples. Groups get new numbers, since a batch can have one example twice."""
+    """Return the rows of some examples. Groups get new numbers, because a batch can contain an example twice."""
     return [
         replace(row, group_id=str(place)) if row.group_id else row
         for place, index in enumerate(chosen)
@@ -441,7 +441,7 @@ def _rows(examples: Examples, chosen: list[int]) -> list[TrainingRow]:
 Column = Literal["reference_logprobs", "teacher_logprobs"]
 
 FORWARDED_ROWS = 256
-"""Examples per rank and call: enough to fill micro-batches, few enough for one call's results to be small."""
+"""Examples per rank and call: enough to fill micro-batches, but few enough that the results of a call are small."""
 
 
 def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column) -> Examples:
@@ -463,7 +463,7 @@ def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column)
                 logprobs[index].copy_(torch.cat([next(answers)[row.loss_mask] for row in parts]))
             step.advance(min(block, len(examples) - start))
     if ranks.group is not None:
-        dist.all_reduce(flat, group=ranks.group)  # each place is filled by one rank and 0 on the others
+        dist.all_reduce(flat, group=ranks.group)  # one rank has filled each place, the others have 0 there
 
     def rows_of(index: int) -> list[TrainingRow]:
         rows = examples.rows(index)

@@ -27,10 +27,10 @@ from trainer_svc.offline.playing import EvaluationFailedError, play, shown
 from trainer_svc.parallel.mesh import Ranks, agree
 
 BEST = "best"
-"""Directory, and name of the JSON file, beside the checkpoints."""
+"""Name of the directory with the best model and, with ``.json``, of a file, both beside the checkpoints."""
 
 OLD = f".{BEST}.old"
-"""Directory that the best model before has while the new one takes its place."""
+"""Directory of the previous best model while the new one takes its place."""
 
 
 @dataclass
@@ -38,12 +38,12 @@ class Standing:
     """Which evaluation is the best so far. Pure.
 
     Attributes:
-        metric: Result by which evaluations are compared; of the loss the lower one is better, of all others the higher one.
-        min_gain: By how much a result must be better than the best one.
+        metric: Result by which evaluations are compared. A lower loss is better; for all other results higher is better.
+        min_gain: A result is better only if it exceeds the best one by more than this.
         best: The best result; None before the first.
-        best_step: Optimizer steps after which it was made.
-        last_step: Optimizer steps at the newest evaluation; -1 before the first.
-        since: Evaluations after the best one.
+        best_step: Number of optimizer steps before the best evaluation.
+        last_step: Number of optimizer steps before the newest evaluation; -1 before the first.
+        since: Number of evaluations after the best one.
     """
 
     metric: str
@@ -54,7 +54,7 @@ class Standing:
     since: int = 0
 
     def take(self, step: int, results: Mapping[str, float]) -> bool:
-        """Compare the results after a step with the best ones; return whether they are better. Without the metric they are not compared."""
+        """Compare the results after a step with the best so far. Return whether they are better; False if they lack the metric."""
         self.last_step = step
         value = results.get(self.metric, math.nan)
         if math.isnan(value):
@@ -69,7 +69,7 @@ class Standing:
 
 
 class Evaluations:
-    """The evaluations of one run, and the best model. Every rank makes the same calls; rank 0 plays, compares and writes."""
+    """The evaluations of one run, and the best model. Every rank makes the same calls; rank 0 runs `sluice eval`, compares and writes."""
 
     def __init__(self, engine: TrainEngine, config: OfflineConfig, dtype: torch.dtype) -> None:
         self._engine, self._config, self._dtype = engine, config, dtype
@@ -81,7 +81,7 @@ class Evaluations:
         self._stop = self._ended_before = False
 
     def resume(self, steps: int) -> None:
-        """Continue with what an earlier process of this run has found; forget it if the run starts from the beginning."""
+        """Continue with the results of an earlier process of this run; delete them if the run starts from the beginning."""
 
         def look() -> None:
             if self._engine.mesh.rank == 0:
@@ -92,7 +92,7 @@ class Evaluations:
                     self._forget()
 
         agree(self._everyone, look)
-        # The weights of a step that is made again are those that were evaluated.
+        # A step that is repeated gives the same weights, so its evaluation still holds.
         (answer, *_) = self._everyone.exchange(str(self.standing.last_step).encode())
         self.standing.last_step = int(answer)
         self._ended_before = self._stop = self._agreed(self._has_no_patience())
@@ -109,11 +109,11 @@ class Evaluations:
         """Play the environment with the current weights, compare the results, and keep the model if it is the best.
 
         Args:
-            step: Optimizer steps that were made.
-            loss: Of the held-out examples; None if there are none.
+            step: Number of optimizer steps so far.
+            loss: Loss of the held-out examples; None if there are none.
 
         Returns:
-            What the environment brought, in words, on rank 0; and whether training ends here.
+            The environment's results as text (only on rank 0), and whether training ends here.
 
         Raises:
             ConfigError: if the first evaluation fails.
@@ -160,7 +160,7 @@ class Evaluations:
             best.rename(self._config.output)
 
     def summary(self) -> str:
-        """Return which evaluation was the best, for the last line of output; empty if they are not compared."""
+        """Return a text about the best evaluation, for the last line of output; empty if evaluations are not compared."""
         standing = self.standing
         if not self._config.compares or standing.best is None:
             return ""
@@ -169,7 +169,7 @@ class Evaluations:
         return f", {written}: {standing.metric} {standing.best:.4f} after {standing.best_step} steps{ended}"
 
     def _play(self) -> dict[str, float]:
-        """Run `sluice eval` on rank 0 while the others wait; return its results, which other ranks do not have.
+        """Run `sluice eval` on rank 0 while the other ranks wait. Return the results on rank 0, nothing on other ranks.
 
         Raises:
             EvaluationFailedError: on every rank, if there is no result.
@@ -217,7 +217,7 @@ class Evaluations:
         return 0 < self._config.patience <= self.standing.since
 
     def _agreed(self, decision: bool) -> bool:
-        """Return what rank 0 has decided."""
+        """Return the decision of rank 0."""
         return self._everyone.exchange(b"yes" if decision else b"no")[0] == b"yes"
 
     def _remove_played(self) -> None:
@@ -228,9 +228,9 @@ class Evaluations:
                 remove_tree(each)
 
     def _read(self) -> None:
-        """Read which evaluation was the best; without its model none was made."""
+        """Read from disk which evaluation was the best. If its model is missing although it should be kept, forget all evaluations."""
         best, old, path = self._directory / BEST, self._directory / OLD, self._directory / f"{BEST}.json"
-        if old.is_dir() and not best.exists():  # a kill came between two renames
+        if old.is_dir() and not best.exists():  # the process was killed between the two renames
             old.rename(best)
         if not path.exists() or (self._config.keep_best and not (self._directory / BEST).is_dir()):
             self._forget()

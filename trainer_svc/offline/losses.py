@@ -19,11 +19,11 @@ from trainer_svc.offline.data import CHOSEN, REJECTED
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What one kind of offline training minimises and reports."""
+    """The loss and the reported figures of one kind of offline training."""
 
     loss: LossFn
     weight: LossWeight
-    """What the summed loss is divided by."""
+    """Returns the divisor of the summed loss."""
     figures: Callable[[Mapping[str, float]], dict[str, float]] = lambda _: {}
     """Computes the reported means from the sums of any number of steps."""
     whole_groups: bool = False
@@ -35,8 +35,8 @@ def dpo(chosen_gain: PerPair, rejected_gain: PerPair, *, beta: float, label_smoo
 
     Args:
         chosen_gain: log t - log ref of the chosen answers, summed over their tokens, in nats.
-        rejected_gain: As `chosen_gain`, of the rejected ones.
-        beta: Reward per nat of gain; larger ones stay nearer to the reference.
+        rejected_gain: The same for the rejected answers.
+        beta: Reward per nat of gain. A larger beta keeps the model nearer to the reference.
         label_smoothing: Share of pairs whose labels are assumed to be swapped (conservative DPO); below 0.5.
     """
     margin = beta * (chosen_gain - rejected_gain)
@@ -48,8 +48,8 @@ def ipo(chosen_gain: PerPair, rejected_gain: PerPair, *, beta: float) -> PerPair
 
     Args:
         chosen_gain: log t - log ref of the chosen answers, the mean over their tokens, in nats.
-        rejected_gain: As `chosen_gain`, of the rejected ones.
-        beta: Strength of the regularisation towards the reference; the margin aimed at is 1 / (2 beta) nats per token.
+        rejected_gain: The same for the rejected answers.
+        beta: Strength of the regularisation towards the reference. The target of the margin is 1 / (2 beta) nats per token.
     """
     return (chosen_gain - rejected_gain - 1.0 / (2.0 * beta)).square()
 
@@ -64,7 +64,7 @@ def bradley_terry(chosen_score: PerPair, rejected_score: PerPair, *, centering: 
 
 
 def pair_places(batch: MicroBatch) -> tuple[Indices, Indices]:
-    """Return the places of the chosen and of the rejected sequences in a micro-batch, pair by pair.
+    """Return the indices of the chosen and of the rejected sequences of a micro-batch, pair by pair.
 
     Raises:
         ValueError: if a group is not a pair.
@@ -178,7 +178,7 @@ def score_figures(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 class TeacherLoss:
-    """The objective of a divergence, "forward" or "reverse", and the distance to the teacher; a `LossFn`."""
+    """The loss for a divergence from the teacher ("forward" or "reverse"), and sums for the distance to the teacher; a `LossFn`."""
 
     def __init__(self, divergence: str) -> None:
         preset, self.sign = ("sft", 1.0) if divergence == "forward" else ("distill", -1.0)
@@ -198,9 +198,9 @@ class TeacherLoss:
 
 
 def teacher_figures(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return means over learned tokens: `kl`, the estimate of the divergence per token in nats, and `distance`, without signs.
+    """Return means over learned tokens: `kl`, the estimated divergence per token in nats, and `distance`, the mean of absolute values.
 
-    The estimate is valid if the texts are samples of the teacher (forward), or of the current model (reverse), which given texts
-    are before the first step only.
+    The estimate is valid if the texts are samples of the teacher (forward) or of the current model (reverse). Given texts can be
+    samples of the current model only before the first step.
     """
     return {"kl": sums["teacher_gap"] / sums["tokens"], "distance": sums["distance"] / sums["tokens"]}

@@ -1,4 +1,4 @@
-"""`sluice eval` as a part of an offline run: it plays an environment with a model directory. Imports no torch."""
+"""Run `sluice eval` as part of an offline run, to play an environment with a model directory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sluice.supervise.watchdog import Watchdog
 from trainer_svc.offline.config import OfflineConfig
 
 _CHECK_S = 180.0
-"""Seconds to check the settings of an evaluation, most of it for imports."""
+"""Seconds that the check of an evaluation's settings may take. Most of the time goes into imports."""
 
 _LOOK_S = 1.0
-"""Seconds between two looks whether an evaluation has ended; the other ranks wait for each."""
+"""Seconds between two checks whether an evaluation has ended. The other ranks take part in each check."""
 
 RESULT = "result.json"
 """File with the result of `sluice eval`."""
@@ -32,11 +32,11 @@ _FAULTS = ("missing_rewards", "failed_tasks", "failed_episodes", "truncated_shar
 _INTERVALS = ("_stderr", "_low", "_high")
 
 _START_S, _PLAY_S = 600.0, 3600.0
-"""Defaults of `start_s` and `deadline_s` of `sluice eval`, which ends by itself after them."""
+"""Defaults of the settings `start_s` and `deadline_s` of `sluice eval`, after which it ends by itself."""
 
 _OF_TORCHRUN = ("MASTER_", "TORCHELASTIC_", "ROLE_NAME")
 _OF_RANKS = ("RANK", "WORLD_SIZE")
-"""Beginnings and ends of environment variables that make a process a rank of the trainer."""
+"""First and last parts of the names of environment variables that make a process a rank of the trainer."""
 
 
 class EvaluationFailedError(Exception):
@@ -47,7 +47,7 @@ def check_evaluation(config: OfflineConfig) -> None:
     """Let `sluice eval` check the settings of the evaluation, before anything is loaded.
 
     Raises:
-        ConfigError: if it refuses them.
+        ConfigError: if `sluice eval` refuses the settings.
     """
     if not config.evaluation:
         return
@@ -67,9 +67,9 @@ async def play(config: OfflineConfig, model: Path, meanwhile: Callable[[], objec
     """Run `sluice eval` with a model directory, and return its results; it ends with this process.
 
     Args:
-        config: The run, with the settings of its evaluation.
-        model: The directory.
-        meanwhile: Is called every second, so that ranks which wait for this one see that it lives.
+        config: The settings of the run, including its evaluation.
+        model: The model directory.
+        meanwhile: Called every second, so that ranks which wait for this one see that it is alive.
 
     Raises:
         EvaluationFailedError: if there is no result.
@@ -104,7 +104,7 @@ async def play(config: OfflineConfig, model: Path, meanwhile: Callable[[], objec
 
 
 def shown(results: Mapping[str, float]) -> str:
-    """Return results in words, without the ends of intervals and what should not be there and is not."""
+    """Return results as text, without the bounds of intervals, and without faults (`_FAULTS`) that are 0."""
     return "".join(
         f"  {name} {value:.4f}"
         for name, value in results.items()
@@ -113,13 +113,13 @@ def shown(results: Mapping[str, float]) -> str:
 
 
 def mean_results(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the means over environments of the results that all of them have."""
+    """Return the results that all environments have, as means over the environments."""
     common = [name for name in results[0] if all(name in each for each in results)]
     return {name: math.fsum(each[name] for each in results) / len(results) for name in common}
 
 
 def _command(config: OfflineConfig, model: str, directory: Path) -> list[str]:
-    """Return the command that plays the environment with a model; its settings and its result lie in a directory."""
+    """Write the settings of the evaluation to `directory`, and return the command that plays the environment with a model."""
     settings: dict[str, Any] = {"engine": "transformers", "chat_template_kwargs": config.chat_template_kwargs}
     if config.chat_template is not None:
         settings["chat_template"] = str(config.chat_template.absolute())
@@ -144,12 +144,12 @@ def _environment() -> dict[str, str]:
 
 
 def _deadline(evaluation: Mapping[str, Any]) -> float:
-    """Return the seconds after which `sluice eval` has ended by itself, if it works."""
+    """Return the seconds after which `sluice eval` ends by itself, unless it hangs."""
     each = 3 * float(evaluation.get("start_s", _START_S)) + float(evaluation.get("deadline_s", _PLAY_S))
     return each * max(1, len(evaluation.get("environments", ())))
 
 
 def _reason(output: str) -> str:
-    """Return the last line of what a command has said."""
+    """Return the last line of a command's output."""
     lines = [line for line in output.splitlines() if line.strip()]
     return lines[-1].removeprefix("sluice: ") if lines else "it said nothing"

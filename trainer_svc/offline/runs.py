@@ -1,4 +1,4 @@
-"""Offline training: each of its four kinds, from the settings to a model directory, and what it reports on the way."""
+"""The four kinds of offline training, from the settings to a model directory, with the progress that they report."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from trainer_svc.parallel.mesh import SINGLE, Mesh
 _Config = TypeVar("_Config", bound=OfflineConfig)
 
 Say: TypeAlias = Callable[[str], None]
-"""Takes a line every `log_every` steps, for each evaluation of held-out examples, at the end, and first if a run resumes."""
+"""Takes a line of output: every `log_every` steps, for each evaluation, at the end, and at the start of a resumed run."""
 
 
 def run(config: OfflineConfig, say: Say, mesh: Mesh = SINGLE) -> None:
@@ -99,7 +99,7 @@ def _fine_tune(config: SftConfig, renderer: ChatRenderer, say: Say, mesh: Mesh) 
 
 
 def _learning(config: SftConfig, renderer: ChatRenderer, seen: set[str]) -> Render:
-    """Return what renders a demonstration; it adds the roles of its messages to those that were seen."""
+    """Return a function that renders a demonstration and adds the roles of its messages to `seen`."""
 
     def render(row: Row) -> Sequence[tuple[Rendered, ...]]:
         examples = render_demonstration(renderer, row, config.learn_roles)
@@ -124,7 +124,7 @@ def _train_scorer(config: RewardModelConfig, renderer: ChatRenderer, say: Say, m
     padding = None if found is None else found[0]
     data = load_data(config, partial(render_pair, renderer)).each(lambda pairs: scored(pairs, padding))
     engine = _build_engine(with_steps(config, len(data.train)), mesh, head="value")
-    # transformers finds the last token of a padded batch by it, and refuses batches where it is not set.
+    # transformers uses it to find the last token of each sequence in a padded batch, and refuses batches if it is not set.
     engine.network.model.config.get_text_config().pad_token_id = padding
     training = Training(ScoreLoss(config.centering), count_pairs, score_figures, whole_groups=True)
     _train(engine, training, data, config, say)
@@ -170,7 +170,7 @@ def _tokenizer_of(model: str, setting: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model.
 
     Raises:
-        ConfigError: if it has none that loads, with the setting that names the model.
+        ConfigError: if no tokenizer loads; the message has the setting that names the model.
     """
     try:
         return AutoTokenizer.from_pretrained(model)
@@ -183,7 +183,7 @@ def _tokenizer_of(model: str, setting: str) -> PreTrainedTokenizerBase:
 def _build_engine(
     config: OfflineConfig, mesh: Mesh, frozen_model: str | None = None, *, head: Head = "language"
 ) -> TrainEngine:
-    """Load the engine of this process: of the model to train, or of one that only computes.
+    """Load an engine in this process: for the model to train, or for a model that only computes.
 
     Raises:
         ConfigError: if the model does not load, or the settings do not fit it, the device or the processes.
@@ -214,7 +214,7 @@ def _build_engine(
 
 
 def _write_ends(engine: TrainEngine, ends: EndTokens) -> None:
-    """Let the written generation configuration name all tokens that end a turn, since other programs stop at those alone."""
+    """Set all tokens that end a turn in the generation configuration to write, because other programs stop only at those."""
     generation_config = engine.network.model.generation_config
     if ends.ids and generation_config is not None:
         generation_config.eos_token_id = list(ends.ids) if len(ends.ids) > 1 else ends.ids[0]
@@ -224,10 +224,10 @@ def _write_ends(engine: TrainEngine, ends: EndTokens) -> None:
 
 
 def with_steps(config: _Config, examples: int) -> _Config:
-    """Return the settings with the number of optimizer steps filled in; a decay of the learning rate ends there.
+    """Return the settings with the number of optimizer steps filled in. A decay of the learning rate ends at that step.
 
     Raises:
-        ConfigError: if these steps are too few for the warm-up and the decay.
+        ConfigError: if there are too few steps for the warm-up and the decay.
     """
     steps = config.max_steps or math.ceil(config.epochs * examples / config.batch_size)
     sized = config.model_copy(update={"max_steps": steps})
@@ -262,7 +262,7 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
     evaluations.resume(first)
 
     def evaluate(step: int, rows: list[TrainingRow] | None) -> bool:
-        """Evaluate the current weights, and say the results; return whether training ends."""
+        """Evaluate the current weights, and print the results; return whether training ends."""
         if data.held_out is None and not config.evaluation:
             return False
         if evaluations.was_made(step):
@@ -290,9 +290,9 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
         for step, batch in shown.count(zip(range(first, steps), drawn)):  # noqa: B905  batches never end
             if (step % config.eval_every == 0 if config.eval_every else step == 0) and evaluate(step, rows):
                 break
-            rows, engine.budget.halved = batch, False  # the batch before may have run out of memory
+            rows, engine.budget.halved = batch, False  # the previous batch may have run out of memory
             metrics = engine.train_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups)
-            if metrics.skipped:  # because of the batch, or of weights that the step before made
+            if metrics.skipped:  # the cause is this batch, or the weights that the previous step made
                 checkpoints.require_fit(step, rows=rows)
             tally.add(metrics)
             done = step + 1
@@ -315,7 +315,7 @@ def _train(engine: TrainEngine, training: Training, data: Data, config: OfflineC
 
 
 class _Tally:
-    """Totals of the steps so far, and what the next line of progress is about: the steps since the last one."""
+    """Totals of the steps so far, and of the steps since the last line of progress."""
 
     def __init__(self, training: Training) -> None:
         self._figures = training.figures
@@ -327,7 +327,7 @@ class _Tally:
         self.left_out_s = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Leave a time out of the speed: it went into an evaluation."""
+        """Leave the time of an evaluation out of the speed."""
         self._reported += seconds
         self.left_out_s += seconds
 

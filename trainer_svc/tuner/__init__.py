@@ -1,1 +1,1 @@
-"""`sluice tuner`: training of several adapters on one base model, for callers with loops of their own."""
+"""`sluice tuner`: train several adapters of one base model, for callers with their own training loops."""

@@ -1,7 +1,7 @@
 """Several adapters in one engine: each has its own factors, moments and gradient, and is put into the engine while it is used.
 
-Nothing is copied: the parameters of the engine get the tensors of the adapter. So a training computes the same numbers, whatever others
-do in between.
+Nothing is copied: the parameters of the engine point to the tensors of the adapter. A training computes the same numbers whatever
+other trainings do in between.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FACTORS, MOMENTS = "factors.", "moments."
 """Prefixes of the tensors in a saved state."""
 
 FORMAT = "1"
-"""Of a saved state: a safetensors file whose metadata has digest and steps."""
+"""Format version of a saved state, which is a safetensors file whose metadata has digest and steps."""
 
 
 class StateError(ValueError):
@@ -47,10 +47,10 @@ class AdapterState:
     """One adapter in training.
 
     Attributes:
-        factors: By the names of the engine's parameters.
-        moments: State of AdamW by parameter; empty before the first step.
-        gradients: Since the last optimizer step; None without any.
-        optimizer_steps: Applied ones.
+        factors: The factors, by the names of the engine's parameters.
+        moments: AdamW's state by parameter; empty before the first step.
+        gradients: The gradients added since the last optimizer step; None if there are none.
+        optimizer_steps: Number of applied optimizer steps.
         changes: Number of times that the factors have changed.
     """
 
@@ -61,14 +61,14 @@ class AdapterState:
     changes: int = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a saved state holds; the gradient is not in it."""
+        """Return the tensors of a saved state. The gradient is not among them."""
         found = {f"{FACTORS}{name}": tensor for name, tensor in self.factors.items()}
         for name, moments in self.moments.items():
             found |= {f"{MOMENTS}{moment}.{name}": tensor for moment, tensor in moments.items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(found.items())}
 
     def require_fit(self) -> None:
-        """Refuse factors that must be neither written nor published.
+        """Raise if the factors must be neither written nor published.
 
         Raises:
             UnfitWeightsError: if they are not finite, or too large to compute with.
@@ -80,7 +80,7 @@ class AdapterState:
             )
 
     def digest(self) -> str:
-        """Return the xxh3-128, hexadecimal, of names and bytes of all tensors of a saved state."""
+        """Return the xxh3-128 digest, in hexadecimal, of names and bytes of all tensors of a saved state."""
         total = xxhash.xxh3_128()
         for name, tensor in self.tensors().items():
             total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -90,13 +90,13 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What an operation that added a gradient computed.
+    """The result of an operation that added a gradient.
 
     Attributes:
         loss: The summed loss divided by the divisor.
-        divisor: What it was divided by.
-        tokens: Trained tokens.
-        metrics: Of the objective, by name.
+        divisor: The divisor of the summed loss.
+        tokens: Number of trained tokens.
+        metrics: Metrics of the objective, by name.
     """
 
     loss: float
@@ -121,7 +121,7 @@ class AdapterBank:
     """Trains adapters in one engine, which has exactly one LoRA adapter. Not thread-safe.
 
     Args:
-        engine: The engine; its own factors are those of no training.
+        engine: The engine. The factors that it has initially belong to no training.
     """
 
     def __init__(self, engine: TrainEngine) -> None:
@@ -178,13 +178,13 @@ class AdapterBank:
     def add_gradient(
         self, state: AdapterState, rows: Sequence[TrainingRow], objective: Objective, divisor: float | None
     ) -> Gradient:
-        """Add the gradient of the loss of these rows to that of an adapter.
+        """Add the gradient of the loss of these rows to the gradient of an adapter.
 
         Args:
             state: The adapter.
-            rows: What is trained on.
+            rows: The rows to train on.
             objective: The loss.
-            divisor: What the summed loss is divided by; None: what the objective divides these rows by.
+            divisor: Divisor of the summed loss; None: the objective's own divisor for these rows.
 
         Raises:
             ValueError: if the rows cannot be trained. A part of their gradient may have been added.
@@ -206,7 +206,7 @@ class AdapterBank:
                 contributes=objective.contributes,
                 entropy=objective.entropy,
             )
-        if state.gradients is None:  # no token contributed, as where all rewards of a group are equal
+        if state.gradients is None:  # no token contributed, for example if all rewards of a group are equal
             state.gradients = {name: torch.zeros_like(each) for name, each in state.factors.items()}
         metrics = record.finish()
         found = {name: float(value) for name, value in finish(metrics.sums).items() if math.isfinite(value)}
@@ -214,10 +214,10 @@ class AdapterBank:
         return Gradient(metrics.loss, weight or 1.0, metrics.loss_tokens, found)
 
     def step(self, state: AdapterState, learning_rate: float, *, whole: bool = True) -> Step:
-        """Apply the gradient of an adapter, and drop it. One that is not `whole` is dropped alone.
+        """Apply the gradient of an adapter, then drop it. If it is not `whole`, drop it without applying it.
 
         Raises:
-            NoGradientError: if there is none, or it is not whole.
+            NoGradientError: if there is no gradient, or it is not whole.
         """
         if state.gradients is None or not whole:
             state.gradients = None
@@ -236,7 +236,7 @@ class AdapterBank:
         return Step(metrics.grad_norm, metrics.skipped)
 
     def published(self, state: AdapterState) -> dict[str, torch.Tensor]:
-        """Return copies of the factors under the names of PEFT's files, in the precision that they are trained in.
+        """Return copies of the factors under the names of PEFT's files, in the precision in which they are trained.
 
         Raises:
             UnfitWeightsError: if they are not finite.
@@ -247,10 +247,10 @@ class AdapterBank:
 
 
 def save_state(state: AdapterState, path: Path) -> str:
-    """Write an adapter with its optimizer to a file, in place of what was there; return the digest.
+    """Write an adapter with its optimizer to a file, replacing an existing one; return the digest.
 
     Raises:
-        OSError: if the disk refuses; the file is unchanged then.
+        OSError: if writing fails; the file is unchanged then.
         UnfitWeightsError: if the factors are not finite; the file is unchanged then.
     """
     state.require_fit()
@@ -270,12 +270,12 @@ def load_state(path: Path, like: AdapterState) -> tuple[AdapterState, str]:
     """Return the adapter that a file holds, and its digest.
 
     Args:
-        path: Where `save_state` wrote.
+        path: A file that `save_state` wrote.
         like: An adapter of the same engine.
 
     Raises:
-        FileNotFoundError: if there is none.
-        StateError: if it is damaged, or belongs to another model or rank.
+        FileNotFoundError: if there is no such file.
+        StateError: if the file is damaged, or belongs to another model or LoRA rank.
     """
     try:
         with safe_open(path, framework="pt") as file:

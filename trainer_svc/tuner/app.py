@@ -1,4 +1,4 @@
-"""`sluice tuner`: load the base model, and train adapters of it for callers with loops of their own, until a signal."""
+"""`sluice tuner`: load the base model, and train adapters of it for callers with their own training loops, until a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer_svc.tuner.tuner import Tuner
 SERVICE_NAME = "sluice.v1.TrainingService"
 
 LEAST_GRACE_S = 1.0
-"""Seconds that the compute thread gets at least to end its operation."""
+"""Least seconds that the compute thread gets to end its operation."""
 
 log = structlog.get_logger(__name__)
 

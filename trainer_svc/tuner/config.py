@@ -67,7 +67,7 @@ class TunerConfig(ComputeConfig):
         return 1
 
     def check_start(self, run: CommonConfig) -> None:
-        """Refuse settings with which no tuner could start.
+        """Refuse settings that would make the tuner fail at start.
 
         Raises:
             ConfigError: with what to change.

@@ -1,7 +1,7 @@
-"""Which operation runs next: pure state machines, without clock and I/O.
+"""Decide which operation runs next: pure state machines, without clock and I/O.
 
-`Training` puts the operations of one training into the order of their numbers and keeps their outcomes. `Turns` shares the engine among the
-trainings: each gets one operation in turn.
+`Training` puts the operations of one training into the order of their numbers and keeps their outcomes. `Turns` shares the engine
+among the trainings: in turn, each training runs one operation.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 MOST_AHEAD = 64
-"""Operations that may wait in one training, the first missing one counted."""
+"""A training accepts this many sequence numbers, counted from the first operation that has not begun."""
 
 OUTCOMES_KEPT = 256
-"""Outcomes of a training that are kept for callers that ask late, and to recognise repeats."""
+"""Outcomes that are kept per training, for callers that ask late, and to recognise repeats."""
 
 Payload = TypeVar("Payload")
 Outcome = TypeVar("Outcome")
@@ -34,8 +34,8 @@ class RefusedError(Exception):
     """The operation is not accepted, or not known.
 
     Attributes:
-        refusal: Why.
-        next_sequence_no: First number that has not been run.
+        refusal: The reason.
+        next_sequence_no: Number of the first operation that has not begun.
     """
 
     def __init__(self, refusal: Refusal, sequence_no: int, next_sequence_no: int) -> None:
@@ -50,9 +50,9 @@ class Entry(Generic[Payload, Outcome]):
     """One operation.
 
     Attributes:
-        digest: Of its content.
-        payload: What to do; None once it has begun.
-        outcome: What came of it; None until it has ended.
+        digest: Digest of its content.
+        payload: The work to do; None once it has begun.
+        outcome: Its result; None until it has ended.
     """
 
     digest: str
@@ -65,17 +65,17 @@ class Training(Generic[Payload, Outcome]):
     """The operations of one training.
 
     Attributes:
-        next_sequence_no: First number that has not begun.
+        next_sequence_no: Number of the first operation that has not begun.
     """
 
     next_sequence_no: int = 1
     _entries: OrderedDict[int, Entry[Payload, Outcome]] = field(default_factory=OrderedDict)
 
     def known(self, sequence_no: int, digest: str) -> Entry[Payload, Outcome] | None:
-        """Return the operation that one with this number and content repeats; None if it is new.
+        """Return the known operation with this number and digest; None if the operation is new.
 
         Raises:
-            RefusedError: if another one has its number, or the number is too far ahead or too old.
+            RefusedError: if a different operation has this number, or the number is too far ahead or too old.
         """
         known = self._entries.get(sequence_no)
         if known is not None:
@@ -89,7 +89,7 @@ class Training(Generic[Payload, Outcome]):
         return None
 
     def submit(self, sequence_no: int, digest: str, payload: Payload) -> Entry[Payload, Outcome]:
-        """Accept an operation, or return the one that it repeats; raises as `known`."""
+        """Accept an operation, or return the one that it repeats. For errors see `known`."""
         entry = self.known(sequence_no, digest)
         if entry is None:
             entry = self._entries[sequence_no] = Entry[Payload, Outcome](digest, payload)
@@ -99,7 +99,7 @@ class Training(Generic[Payload, Outcome]):
         """Return an operation.
 
         Raises:
-            RefusedError: if there is none of this number, or it is no longer kept.
+            RefusedError: if there is no operation with this number, or its outcome is no longer kept.
         """
         known = self._entries.get(sequence_no)
         if known is None:
@@ -109,12 +109,12 @@ class Training(Generic[Payload, Outcome]):
 
     @property
     def ready(self) -> bool:
-        """Whether the next operation is there."""
+        """Whether the next operation has arrived."""
         return self.next_sequence_no in self._entries
 
     @property
     def left(self) -> int:
-        """Operations that are under way, or can run without another one being submitted."""
+        """Number of operations that are in progress, or can run without waiting for another one to be submitted."""
         under_way = sum(each.payload is None and each.outcome is None for each in self._entries.values())
         number = self.next_sequence_no
         while number in self._entries:
@@ -122,14 +122,14 @@ class Training(Generic[Payload, Outcome]):
         return under_way + number - self.next_sequence_no
 
     def waiting(self) -> list[Payload]:
-        """Return what the operations that have not begun hold."""
+        """Return the payloads of the operations that have not begun."""
         return [each.payload for each in self._entries.values() if each.payload is not None]
 
     def begin(self) -> tuple[Entry[Payload, Outcome], Payload]:
         """Begin the next operation.
 
         Raises:
-            KeyError: if it is not there.
+            KeyError: if the next operation has not arrived.
         """
         entry = self._entries[self.next_sequence_no]
         self.next_sequence_no += 1
@@ -139,7 +139,7 @@ class Training(Generic[Payload, Outcome]):
         return entry, payload
 
     def end(self, entry: Entry[Payload, Outcome], outcome: Outcome) -> None:
-        """Keep the outcome of an operation, and forget the oldest ones."""
+        """Keep the outcome of an operation, and forget the oldest outcomes."""
         entry.outcome = outcome
         ended = [number for number, each in self._entries.items() if each.outcome is not None]
         for number in sorted(ended)[: max(0, len(ended) - OUTCOMES_KEPT)]:
@@ -148,10 +148,10 @@ class Training(Generic[Payload, Outcome]):
 
 @dataclass
 class Turns:
-    """Whose operation runs next: those that are ready, one operation each in turn.
+    """Which training runs an operation next: trainings that are ready take turns, with one operation each.
 
     Attributes:
-        waiting: Names of trainings, the one that has waited longest first.
+        waiting: Names of trainings; the first one has waited longest.
     """
 
     waiting: list[str] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Turns:
         self.waiting.remove(name)
 
     def take(self, ready: set[str]) -> str | None:
-        """Return the next training of those that are ready, and put it behind all others; None if none is ready."""
+        """Return the next training that is ready, and put it behind all others; None if no training is ready."""
         for name in self.waiting:
             if name in ready:
                 self.waiting.remove(name)

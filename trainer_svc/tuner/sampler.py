@@ -1,7 +1,7 @@
-"""Samples of adapters: publish one as a version, load it into a replica under a name of its own, and sample.
+"""Samples of adapters: publish an adapter as a version, load that into a replica under its own name, and sample.
 
-Each publication has a name of its own, so that samples come from exactly one version. A replica keeps as many adapters as
-`rollout.lora.max_loras` allows; where there is no room, one that nobody samples from is unloaded.
+Each publication has its own name, so that samples come from exactly one version. A replica keeps at most
+`rollout.lora.max_loras` adapters; if it is full, an adapter from which nobody samples is unloaded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from trainer_svc.tuner.config import DeadlinesConfig
 from weightsync.publisher import AdapterPublisher
 
 OWNER = "tuner"
-"""Who holds the weight policy of the replicas."""
+"""Name under which the tuner sets the weight policy of the replicas."""
 
 HOLD_S = 120.0
-"""Seconds that a replica keeps to its base model by itself after it was last told to: adapters have names here, and no policy."""
+"""Seconds that a replica keeps serving its base model after each request to do so. Clients select adapters by name, not by policy."""
 
 CALL_S = 10.0
 """Deadline of a short call in seconds."""
@@ -36,7 +36,7 @@ PUBLISH_S = 120.0
 """Deadline in seconds of publishing an adapter, and of loading one into a replica or unloading it."""
 
 ATTEMPTS = 4
-"""Times that a request is sampled before it fails, because its replica failed or gave its adapter up."""
+"""Attempts to sample a request. After the last one the request fails because its replica failed or gave its adapter up."""
 
 log = structlog.get_logger(__name__)
 
@@ -46,8 +46,8 @@ class Replica:
     """One replica.
 
     Attributes:
-        loaded: Versions that it has loaded, the one used least recently first, and how many samples are under way from each.
-        doubtful: Those of them that it may have lost, since a call failed: they are loaded again before they are used.
+        loaded: Versions that the replica has loaded, least recently used first, with the number of requests in progress for each.
+        doubtful: Loaded versions that the replica may have lost because a call failed. They are loaded again before they are used.
         lock: Held while adapters are loaded and unloaded.
     """
 
@@ -64,7 +64,7 @@ class Replica:
 
     @property
     def running(self) -> int:
-        """Requests under way."""
+        """Number of requests in progress."""
         return sum(self.loaded.values())
 
 
@@ -74,7 +74,7 @@ class Sampler:
     Args:
         common: Run, addresses and security.
         deadlines: Deadlines.
-        tokenizer_digest: Digest of the base model's tokenizer and template: a replica with another one refuses the request.
+        tokenizer_digest: Digest of the base model's tokenizer and template. A replica with another digest refuses requests.
     """
 
     def __init__(self, common: CommonConfig, deadlines: DeadlinesConfig, tokenizer_digest: str) -> None:
@@ -90,7 +90,7 @@ class Sampler:
 
     @property
     def newest(self) -> Version:
-        """The last version that was published; the base model before the first one."""
+        """The version that was published last; `BASE` before the first publication."""
         return self._version or BASE
 
     async def close(self) -> None:
@@ -99,7 +99,7 @@ class Sampler:
             await channel.close()
 
     async def keep_to_base(self) -> None:
-        """Tell the replicas again and again to serve the base model beside the adapters that are named. Runs until cancelled."""
+        """Periodically tell the replicas to keep the base model, besides the named adapters. Runs until cancelled."""
         hold = rollout_pb2.SetWeightPolicyRequest(
             mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, version=BASE.to_proto(), owner=OWNER
         )
@@ -119,7 +119,7 @@ class Sampler:
         """Publish an adapter; return its version.
 
         Raises:
-            SluiceError: as WeightSyncService.PushWeights and CommitVersion, UNAVAILABLE included.
+            SluiceError: as in WeightSyncService.PushWeights and CommitVersion, including UNAVAILABLE.
         """
         async with self._publishing:  # versions are committed in order
             before = self._version or Version(await self._epoch(), 0)
@@ -141,7 +141,7 @@ class Sampler:
         """Sample from a published adapter, or from the base model if the version is `BASE`.
 
         Raises:
-            SluiceError: as RolloutService.Generate; UNAVAILABLE if no replica could answer.
+            SluiceError: as in RolloutService.Generate; UNAVAILABLE if no replica could answer.
         """
         backoff = Backoff(first_s=0.2, longest_s=2.0)
         async with _deadline(self._deadlines.operation_s):
@@ -154,7 +154,7 @@ class Sampler:
                         error.code is not grpc.StatusCode.UNAVAILABLE and error.reason != "ADAPTER_NOT_LOADED"
                     ):
                         raise
-                    replica.doubtful.update(replica.loaded)  # it may have restarted
+                    replica.doubtful.update(replica.loaded)  # the replica may have restarted
                     log.warning(
                         "a replica failed; the request is sampled again", target=replica.target, error=str(error)
                     )
@@ -184,7 +184,7 @@ class Sampler:
             replica.freed.set()
 
     async def _load(self, replica: Replica, version: Version) -> None:
-        """Load a version into a replica, and unload others where it has no room."""
+        """Load a version into a replica. If the replica is full, unload others."""
         async with replica.lock:
             request = rollout_pb2.LoadAdapterRequest(adapter=adapter_name(version), version=version.to_proto())
             while version not in replica.loaded or version in replica.doubtful:
@@ -212,7 +212,7 @@ class Sampler:
         elif replica.running:
             await replica.freed.wait()  # the deadline of the request ends this
         else:
-            raise refused  # adapters of others fill it
+            raise refused  # the replica is full of adapters that this service did not load
 
 
 def adapter_name(version: Version) -> str:

@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - gRPC names the methods
-"""TrainingService on the wire: who calls, and what an operation must look like."""
+"""The gRPC TrainingService: identify the caller, and check the form of operations."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from trainer_svc.tuner.tuner import (
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 MOST_WAIT_S = 60.0
-"""Longest wait of one call for the result of an operation."""
+"""Longest time that one call waits for the result of an operation."""
 
 MOST_SAMPLES = 256
-"""Most samples of one request, as at RolloutService.Generate."""
+"""Most samples of one request, as in RolloutService.Generate."""
 
 MOST_TRAJECTORIES = 4096
 """Most trajectories of one operation."""
 
 _SET_BY_SERVICE = frozenset({"run", "request_id", "adapter", "min_policy_version", "priority", "tenant"})
-"""Fields of a request to a replica that belong to the service."""
+"""Fields of a request to a replica that only the service may set."""
 
 
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
@@ -51,7 +51,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
 
     Args:
         run: `runs/{run}` of the service.
-        tuner: Returns what runs them; None while the model loads.
+        tuner: Returns the tuner that runs the trainings; None while the model loads.
     """
 
     def __init__(self, run: str, tuner: Callable[[], Tuner | None]) -> None:
@@ -230,7 +230,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
 
 
 _Placed: TypeAlias = Any
-"""A request that has a place."""
+"""A request that has the field `place`."""
 
 
 def _number(request: _Placed) -> int:
@@ -250,7 +250,8 @@ def _objective(name: str, parameters: dict[str, float]) -> Objective:
     """Return the objective of a request.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT if there is none of this name, a parameter is wrong, or it needs more than one forward pass.
+        SluiceError: INVALID_ARGUMENT if no objective has this name, a parameter is wrong, or the objective needs more than one
+            forward pass.
     """
     if name not in PRESETS:  # a loss of the user's own would be imported here
         raise SluiceError.invalid_argument("objective", f"is {name!r}; there are {', '.join(PRESETS)}")

@@ -36,13 +36,13 @@ SUFFIX = ".safetensors"
 _T = TypeVar("_T")
 
 RETRY_S = 1.0
-"""Seconds after which to submit again where operations take too much memory."""
+"""Seconds after which a client should submit again, if waiting operations take too much memory."""
 
 _WAITING_BYTES = 256 << 20
-"""Most bytes of operations that wait for the engine."""
+"""Most bytes of all operations that wait for the engine."""
 
 LOOK_S = 30.0
-"""Seconds between two looks for trainings that nobody uses."""
+"""Seconds between two checks for idle trainings."""
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +72,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Take a state."""
+    """Load a saved state."""
 
     name: str
 
@@ -99,19 +99,19 @@ class Fail:
 
 Work: TypeAlias = AddGradient | ApplyGradient | Save | Load | TakeSamples | Fail
 Waiting: TypeAlias = tuple[Work, int]
-"""What to do, and the bytes that it takes."""
+"""Work to do, and the bytes that it takes."""
 
 Ended: TypeAlias = Entry[Waiting, training_pb2.Operation]
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What was published of an adapter.
+    """The last publication of an adapter.
 
     Attributes:
-        changes: Number of changes that its factors had.
-        version: Under which it was published last.
-        tensors: The factors: a weight service forgets old versions, and then they are published again.
+        changes: `AdapterState.changes` of the published factors.
+        version: Version under which the factors were published last.
+        tensors: The factors, to publish them again if the weight service has removed the version.
     """
 
     changes: int
@@ -124,15 +124,15 @@ class Held:
     """One training.
 
     Attributes:
-        principal: Whose it is.
-        request_id: Of the call that created it.
+        principal: The principal that owns it.
+        request_id: Id of the request that created it.
         order: Its operations.
-        published: What was published last; None before the first time.
+        published: The last publication; None before the first.
         spoilt: Whether a gradient since the last optimizer step is missing, because its operation failed.
         changed: Set and replaced whenever an operation ends.
-        used: When its last operation came or ended, on the clock of the tuner.
-        sampling: Its requests to replicas that are under way.
-        deleted: Whether it was deleted; what still runs then is dropped.
+        used: When its last operation arrived or ended, on the clock of the tuner.
+        sampling: Its requests to replicas that are in progress.
+        deleted: Whether it was deleted. Results of work that still runs are dropped.
     """
 
     name: str
@@ -154,11 +154,11 @@ class Tuner:
 
     Args:
         config: The settings.
-        bank: The adapters' engine.
-        sampler: Samples from them.
+        bank: Trains the adapters in the engine.
+        sampler: Publishes the adapters and samples from them.
         compute: The thread that uses the engine.
-        directory: For saved states.
-        clock: Tells how long trainings have been idle, and how long their callers wait.
+        directory: Directory of saved states.
+        clock: Measures how long trainings have been idle, and how long callers wait.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Tuner:
     # Trainings.
 
     async def create(self, principal: str, request_id: str, seed: int) -> Held:
-        """Create a training. Idempotent by the request's id.
+        """Create a training. Idempotent: a repeated request id returns the same training.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED if there are too many.
@@ -227,7 +227,7 @@ class Tuner:
         return held
 
     def delete(self, principal: str, name: str) -> None:
-        """Delete a training; do nothing if there is none of that name."""
+        """Delete a training; do nothing if there is no training of this name."""
         held = self._trainings.get(name)
         if held is not None and held.principal == principal:
             self._remove(held)
@@ -255,10 +255,10 @@ class Tuner:
 
         Args:
             held: The training.
-            sequence_no: Its number.
-            digest: Of its content.
-            size: Bytes that it takes while it waits.
-            work: Returns what to do; called only if the operation is new.
+            sequence_no: Number of the operation.
+            digest: Digest of the operation's content.
+            size: Bytes that the operation takes while it waits.
+            work: Returns the work to do; called only if the operation is new.
 
         Raises:
             SluiceError: ALREADY_EXISTS, OUT_OF_RANGE or RESOURCE_EXHAUSTED.
@@ -282,7 +282,7 @@ class Tuner:
         return entry
 
     async def wait(self, held: Held, sequence_no: int, wait_s: float) -> training_pb2.Operation:
-        """Return an operation when it has ended, or after so many seconds.
+        """Return an operation when it has ended. After `wait_s` seconds return an empty one, which is not done.
 
         Raises:
             SluiceError: OUT_OF_RANGE, or NOT_FOUND if the training is deleted meanwhile.
@@ -309,7 +309,7 @@ class Tuner:
 
     @property
     def operations_left(self) -> int:
-        """How many operations are under way, or can run without another one being submitted."""
+        """Number of operations that are in progress, or can run without waiting for another one to be submitted."""
         return sum(each.order.left for each in self._trainings.values())
 
     async def run_forever(self) -> None:
@@ -332,7 +332,10 @@ class Tuner:
                 self._end(held, entry, await self._outcome(held, work))
 
     async def _prepared(self, held: Held) -> Callable[[], Awaitable[Published | None]]:
-        """Take what is to be sampled from now; return what publishes it, if that was not done yet. None stands for the base model."""
+        """Copy the present factors. Return a function that publishes them, unless they are published, and returns the publication.
+
+        The function returns None for an adapter that has never changed: it samples from the base model.
+        """
         changes, known = held.state.changes, held.published
         if not changes:
             return _already(None)
@@ -341,7 +344,7 @@ class Tuner:
         try:
             tensors = await self._run(lambda: self.bank.published(held.state), "copying an adapter")
         except (SluiceError, UnfitWeightsError) as error:
-            failure = error  # of the operation, which is under way by then
+            failure = error  # raised later, inside of the operation
 
             async def fails() -> Published:
                 raise failure
@@ -364,7 +367,7 @@ class Tuner:
     async def _sample(
         self, held: Held, entry: Ended, work: TakeSamples, prepared: Callable[[], Awaitable[Published | None]]
     ) -> None:
-        """Sample beside the operations that follow."""
+        """Sample, concurrently with the operations that follow."""
 
         async def sample() -> training_pb2.Operation:
             published = await prepared()
@@ -397,7 +400,7 @@ class Tuner:
     def _compute_now(
         self, held: Held, work: AddGradient | ApplyGradient | Save | Load | Fail, *, spoilt: bool
     ) -> training_pb2.Operation:
-        """Run an operation of the engine; in its thread."""
+        """Run an operation of the engine. Call it in the compute thread."""
         match work:
             case Fail():
                 raise work.error
@@ -448,7 +451,7 @@ class Tuner:
     # The end.
 
     async def remove_idle(self) -> None:
-        """Save and delete trainings that nobody uses. Runs until cancelled."""
+        """Save and delete idle trainings. Runs until cancelled."""
         while True:
             await self._clock.sleep(min(LOOK_S, self._config.limits.idle_s))
             for held in list(self._trainings.values()):
@@ -458,7 +461,7 @@ class Tuner:
                     self._remove(held)
 
     async def stop(self) -> None:
-        """Save all trainings, and end their requests."""
+        """End the requests of all trainings, and save the trainings."""
         for held in list(self._trainings.values()):
             for task in held.sampling:
                 task.cancel()
@@ -466,7 +469,7 @@ class Tuner:
             await self._keep(held, "stopped")
 
     async def _keep(self, held: Held, why: str) -> None:
-        """Save a training that its caller has not saved, as ``WHY-ID``."""
+        """Save a training as ``WHY-ID``, unless it has made no optimizer step."""
         if not held.state.optimizer_steps:
             return
         name = f"{why}-{held.name.rpartition('/')[2]}"
@@ -478,7 +481,7 @@ class Tuner:
 
 
 def _already(published: Published | None) -> Callable[[], Awaitable[Published | None]]:
-    """Return what publishes nothing, since that was done."""
+    """Return a function that returns an existing publication."""
 
     async def known() -> Published | None:
         return published
@@ -487,7 +490,7 @@ def _already(published: Published | None) -> Callable[[], Awaitable[Published | 
 
 
 async def _caught(work: Coroutine[Any, Any, training_pb2.Operation]) -> training_pb2.Operation:
-    """Return what some work returns, or the failure of the operation that it belongs to."""
+    """Return the result of some work or, if it fails, an operation that has failed."""
     try:
         return await work
     except SluiceError as error:
