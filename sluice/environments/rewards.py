@@ -118,7 +118,7 @@ def math_reward(completion: str, answer: str) -> float:
 
 
 def _reference(answer: str) -> list[Any]:
-    """Return an answer as parsed by math-verify. Add ``$`` if missing: otherwise it takes the answer for prose, and looks for a number in it."""
+    """Return an answer as parsed by math-verify. Unmarked LaTeX gets ``$``: without it, the library looks for a number in prose."""
     from math_verify import parse  # noqa: PLC0415 - brings sympy, which is slow to import
 
     text = answer.strip()
@@ -250,7 +250,7 @@ class CodeReward:
 
     def _run(self, asked: Mapping[str, Any], wall_s: float = math.inf) -> tuple[Any, Ran]:
         """Run a program and its tests or calls. Return the result from `code_harness.py`; None if the program failed."""
-        mark = secrets.token_hex(16)  # a program cannot guess the mark and print a result itself
+        mark = secrets.token_hex(16)  # a program that exits early does not print the mark, and has failed
         text = json.dumps({**asked, "mark": mark})
         limits = replace(self._limits, wall_s=min(self._limits.wall_s, wall_s))
         ran = run_python(f"{_HARNESS}\n\nmain(json.loads({text!r}))\n", limits=limits, confined=self._confined)
