@@ -47,13 +47,13 @@ SIMULATED_S = 1.0
 """Seconds of a request at the simulated engine."""
 
 MOST_OPENING = 32
-"""Sessions that are opened and sample at a time where it is not the speed that is measured."""
+"""Sessions that are opened and sample at a time if speed is not measured."""
 
 IDLE_S = 10.0
 """Seconds after which an abandoned session is given up."""
 
 WAVES = 3
-"""Times that sessions are opened and abandoned: what grows with each of them is a leak."""
+"""How often sessions are opened and abandoned: memory that grows each time is a leak."""
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -110,8 +110,8 @@ class Doors:
     """A gateway and what it needs.
 
     Attributes:
-        url: Of its HTTP port.
-        processes: By name.
+        url: URL of its HTTP port.
+        processes: Processes by name.
         metrics: URLs of metrics, of gateway and orchestrator.
     """
 
@@ -120,7 +120,7 @@ class Doors:
     metrics: Mapping[str, str]
 
     async def lags(self) -> dict[str, dict[float, float]]:
-        """Return how late each event loop was so far, as `loop_lag.lags`."""
+        """Return how late each event loop was so far, in the form of `loop_lag.lags`."""
         return {name: await asyncio.to_thread(lags, url) for name, url in self.metrics.items()}
 
     def cpu_s(self) -> dict[str, float]:
@@ -137,7 +137,7 @@ class Doors:
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """Return a process and all below it."""
+    """Return a process and all its descendants."""
     return [process, *process.children(recursive=True)]
 
 
@@ -158,14 +158,14 @@ async def gateway(
         directory: For journals and logs.
         replica: Address of the replica.
         trainer: Address of the trainer.
-        sessions: Episodes that are on offer at least.
+        sessions: Least number of offered episodes.
         external: Settings of `orchestrator.external`.
     """
     port, gateway_port, http_port = free_port(), free_port(), free_port()
     metrics = {"gateway": free_port(), "orchestrator": free_port()}
     group, groups = min(64, sessions), -(-sessions // 64) + 1
     common = [f"--run={RUN}", f"--output-dir={directory}", "--model=bench", "--log-level=warning"]
-    # The sessions of all rounds are of one group and lease, and idle while the other server has its turn, however slow the engine is.
+    # The sessions of all rounds belong to one group and lease. They are idle during the other server's turns, however slow the engine is.
     external = {"group_s": 86_400.0, "lease_s": 86_400.0, "idle_s": 86_400.0, **external}
     orchestrator = [
         *common,
@@ -175,7 +175,7 @@ async def gateway(
         f"--server.metrics-port={metrics['orchestrator']}",
         "--environment=benchmarks.simulated_tasks:Question",
         "--workflow=external",
-        "--sampling.ignore-eos=true",  # a request may not set it: replies of the same length need it of the session
+        "--sampling.ignore-eos=true",  # a request may not set it, and replies of equal length need it, so the session sets it
         f"--group-size={group}",
         "--batch-size=1",
         f"--max-staleness={groups}",
@@ -227,7 +227,7 @@ async def simulated_gateway(
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session: its name and what its requests are sent with."""
+    """A session: its name, and the headers of its requests."""
 
     name: str
     headers: Mapping[str, str]
@@ -257,7 +257,7 @@ async def open_session(http: httpx.AsyncClient) -> Opened:
 
 
 def prompt(number: int) -> list[dict[str, str]]:
-    """Return messages of about forty words; each number has its own, so that no cache has them."""
+    """Return messages of about forty words, different for each number, so that no cache holds them."""
     words = " ".join(f"{number}.{index} apples" for index in range(12))
     return [
         {"role": "system", "content": "You are a careful assistant. Answer in one sentence."},
@@ -266,10 +266,10 @@ def prompt(number: int) -> list[dict[str, str]]:
 
 
 async def ask(http: httpx.AsyncClient, number: int, tokens: int, headers: Mapping[str, str] | None = None) -> float:
-    """Ask for a reply of so many tokens; return the seconds that it took.
+    """Ask for a reply of `tokens` tokens; return the seconds that it took.
 
     Raises:
-        RuntimeError: if the reply is another one.
+        RuntimeError: if the reply is not as requested.
     """
     body = {"model": "bench", "messages": prompt(number), "max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
     begun = time.perf_counter()
@@ -341,7 +341,7 @@ async def against_vllm(options: argparse.Namespace, directory: Path, name: str) 
 
 
 def engine_settings(model: Path, sessions: int) -> dict[str, Any]:
-    """Return the engine arguments of both servers. A replica would compute in the trainer's precision, vLLM in that of the files."""
+    """Return the engine arguments of both servers. By default a replica uses the trainer's precision, vLLM the files'."""
     from rollout_svc.engines.vllm.processes import model_dtype  # noqa: PLC0415 - only where vLLM is wanted
 
     return {"max_num_seqs": sessions, "max_model_len": MAX_MODEL_LEN, "dtype": model_dtype(str(model))}
@@ -398,7 +398,7 @@ async def real_gateway(directory: Path, model: Path, sessions: int, engine: Sequ
 
     Args:
         directory: For journals and logs.
-        model: What the replica serves.
+        model: Model that the replica serves.
         sessions: Episodes that are on offer at least.
         engine: Settings of the replica's engine; none: vLLM.
     """
@@ -444,7 +444,7 @@ async def cost(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         numbers = itertools.count()
 
         async def talk(session: Opened, count: int) -> list[float]:
-            # Sessions do not begin at the same moment, and a request follows the one before.
+            # Sessions begin at different moments, and each request follows the previous one.
             await asyncio.sleep(SIMULATED_S * (hash(session.name) % 97) / 97)
             return [await ask(http, next(numbers), options.tokens, session.headers) for _ in range(count)]
 
@@ -473,7 +473,7 @@ async def cost(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 async def bare_cost(options: argparse.Namespace, directory: Path) -> dict[str, float]:
-    """Return the CPU milliseconds of the same messages between processes that do nothing: what gRPC and HTTP cost on this machine."""
+    """Return the CPU milliseconds of the same messages between idle processes: the cost of gRPC and HTTP on this machine."""
     module, port, below, engine = "benchmarks.bare_door", free_port(), free_port(), free_port()
     latency = f"--latency-s={SIMULATED_S}"
     async with (
@@ -512,7 +512,7 @@ async def _until_it_serves(http: httpx.AsyncClient, log: Path) -> None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value that so large a share of them does not exceed."""
+    """Return the value that a share of `values` does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -525,7 +525,7 @@ async def held(count: int, directory: Path) -> dict[str, Any]:
         simulated_gateway(directory, count + MOST_OPENING, latency_s=0.05, tokens=64) as doors,
         client(doors.url, MOST_OPENING) as http,
     ):
-        await _sampled(http, MOST_OPENING)  # what is made once
+        await _sampled(http, MOST_OPENING)  # warm up what is made only once
         before = doors.memory()
         await _sampled(http, count)
         after = doors.memory()
@@ -544,12 +544,12 @@ async def held(count: int, directory: Path) -> dict[str, Any]:
 
 
 async def abandoned(count: int, directory: Path) -> dict[str, Any]:
-    """Open sessions, sample once in each, leave them, and open them again when they were given up; wave after wave."""
+    """Open sessions, sample once in each, and leave them. When they are given up, repeat with new ones, wave after wave."""
     times = {"idle_s": IDLE_S, "attempts": 1000}
     memory, descriptors = [], []
     async with simulated_gateway(directory, count, latency_s=0.05, tokens=64, **times) as doors:
         names: set[str] = set()
-        for _ in range(WAVES + 1):  # the first one makes what is made once
+        for _ in range(WAVES + 1):  # the first one warms up
             async with client(doors.url, MOST_OPENING) as http:
                 opened = await _sampled(http, count)
                 names |= {session.name for session in opened}
@@ -584,7 +584,7 @@ async def _sampled(http: httpx.AsyncClient, count: int) -> list[Opened]:
 
 
 async def _until_ended(http: httpx.AsyncClient, opened: Sequence[Opened]) -> None:
-    """Wait until none of the sessions is open any more, without a call that would keep one open.
+    """Wait until none of the sessions is open any more. Make no call that would keep a session open.
 
     Raises:
         RuntimeError: if one stays open.

@@ -11,7 +11,7 @@ LAG_METRIC = "sluice_loop_lag_seconds_bucket"
 
 
 def lags(url: str) -> dict[float, float]:
-    """Return the histogram of a service whose metrics are at this URL: how many looks were at most so late, by seconds."""
+    """Return the histogram of a service whose metrics are at this URL: how many samples were at most so late, by seconds."""
     with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - loopback
         text = answer.read().decode()
     return dict(_buckets(text))
@@ -32,7 +32,7 @@ def lag_ms(before: Mapping[float, float], after: Mapping[float, float]) -> dict[
 
 
 def quantile(cumulative: Mapping[float, float], share: float) -> float:
-    """Return a quantile of a histogram, linear within its bucket; the lower edge of the last one, which has no end."""
+    """Return a quantile of a histogram, linear within its bucket. In the last bucket, which has no upper edge, return the lower edge."""
     wanted = share * max(cumulative.values())
     low = below = 0.0
     for edge in sorted(cumulative):

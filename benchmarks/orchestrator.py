@@ -34,23 +34,23 @@ from sluice.client import OrchestratorClient
 RUN = "bench"
 
 SHARE = 0.7
-"""Of the peak rate, at which a level is held."""
+"""Share of the peak rate at which a level is held."""
 
 STALENESS_RESERVE = 16
-"""Batches that may wait beyond those under way and as many again: the groups of a batch end at different times, and a batch waits
-for its oldest ones."""
+"""Batches that may wait in addition to twice those in progress: the groups of a batch end at different times, and a batch waits
+for its oldest groups."""
 
 ROOM = 1.1
-"""Episodes that may be under way over those that are wanted: some are between two steps of their way at any time."""
+"""Ratio of the most episodes in flight to the wanted number: at any time some are between two stages."""
 
 FASTEST = 10_000.0
 """Episodes per second that the simulated replicas would allow at the peak: more than the orchestrator takes."""
 
 WARM_UP_ROUNDS = 1.5
-"""Times that all in flight are answered before the measurement begins."""
+"""How often all episodes in flight are answered before the measurement begins."""
 
 PICKS = 2.0
-"""Looks for a replica per group: whether it may start, and where its request goes."""
+"""Searches for a replica per group: one to decide whether it may start, one to place its request."""
 
 _STREAM = "GenerateStream"
 _TOKEN_ID_BYTES, _LOGPROB_BYTES = 3, 4
@@ -97,8 +97,8 @@ class Level:
     """One load.
 
     Attributes:
-        in_flight: Episodes under way at a time.
-        episodes_per_s: What the replicas allow.
+        in_flight: Episodes in flight at a time.
+        episodes_per_s: Rate that the replicas allow.
         turns: Requests that an episode makes one after the other.
     """
 
@@ -115,26 +115,26 @@ class Level:
 
 @dataclass
 class Measured:
-    """What one level showed."""
+    """Measurements of one level."""
 
     episodes_per_s: float
     in_flight: int
-    """The fewest that were under way at any look."""
+    """The fewest episodes in flight in any sample."""
     steps_per_s: float
     rss_mib: float
     rss_growth_mib_per_min: float
     lag_p50_ms: float
     lag_p99_ms: float
     lag_max_ms: float
-    """At most so late, or later than the last bucket begins."""
+    """Upper edge of the bucket with the longest lag; for the last bucket its lower edge."""
     cpu_ms_per_episode: dict[str, float] = field(default_factory=dict)
-    """By process."""
+    """CPU milliseconds per episode, by process."""
     busy: dict[str, float] = field(default_factory=dict)
     """Cores that each process used."""
     messages: dict[str, float] = field(default_factory=dict)
-    """Messages for an episode, by method."""
+    """Messages per episode, by method."""
     sizes: dict[str, float] = field(default_factory=dict)
-    """Their bytes for an episode, without what gRPC and TCP add."""
+    """Bytes of these messages per episode, without what gRPC and TCP add."""
 
     def __str__(self) -> str:
         """Return one line."""
@@ -231,7 +231,7 @@ class Services:
     processes: Mapping[str, Sequence[psutil.Process]]
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the CPU seconds that each has used."""
+        """Return the CPU seconds that each process has used."""
         orchestrator = self.processes["orchestrator"][0]
         parts = {name: sum(map(_cpu_s, each)) for name, each in self.processes.items()}
         return parts | {"scoring": sum(map(_cpu_s, orchestrator.children(recursive=True)))}
@@ -314,10 +314,10 @@ async def _simulated(name: str, target: str, log: Path, *arguments: str) -> Asyn
 
 
 async def _observe(services: Services, level: Level, seconds: float) -> Measured:
-    """Wait until the load is even, then measure for so many seconds, or longer until enough episodes ended.
+    """Wait until the load is steady, then measure for `seconds` seconds, or longer until enough episodes ended.
 
     Raises:
-        RuntimeError: if it does not become even in time, or too few episodes end.
+        RuntimeError: if it does not become steady in time, or too few episodes end.
     """
     process = services.processes["orchestrator"][0]
     async with OrchestratorClient(services.orchestrator) as client:
@@ -375,13 +375,13 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 
 POLLED = (64, 512)
-"""Replicas with which the costs of a fleet without work are measured."""
+"""Numbers of replicas for which the costs of an idle fleet are measured."""
 
 
 def costs_of(
     levels: Sequence[Measured], polled: Sequence[PollCosts], *, group: int, per_batch: int, tokens: int
 ) -> OrchestratorCosts:
-    """Return what single messages cost, from levels of one turn that have as many episodes and differ in messages.
+    """Return the costs of single messages, from single-turn levels that have equally many episodes but different numbers of messages.
 
     Args:
         levels: At least two, with different numbers in flight.
@@ -400,7 +400,7 @@ def costs_of(
         )
         for each in levels
     )
-    # Bytes of a request, and of the messages of its stream: those differ in their number, the tokens are the same.
+    # Bytes of a request, and of the messages of its stream. Levels differ in the number of messages, not in tokens.
     stream = line_through((each.messages[_STREAM] * group, each.sizes[_STREAM] * group) for each in levels)
     # By batch: a level has few of them, so that there is part of one more or less at its ends.
     trained = statistics.median(

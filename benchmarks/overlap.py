@@ -36,7 +36,7 @@ def lengths(count: int, *, seed: int, median: int, p99: int, longest: int) -> li
 
 
 class LongTail:
-    """Asks for texts of given lengths, in order of dispatch, once for each session that the benchmark measures."""
+    """Asks for texts of given lengths in order of dispatch, the same in each measured session."""
 
     name = "long_tail"
 
@@ -79,7 +79,7 @@ class EngineSpeed:
     """Measured throughput."""
 
     tokens_per_s: Mapping[int, float]
-    """Tokens per second of the whole engine by number of samples under way."""
+    """Tokens per second of the whole engine, by number of running samples."""
 
     def of_one(self, samples: int) -> float:
         """Return tokens per second of each of `samples` samples; the time of a step is linear between the measured points."""
@@ -107,12 +107,12 @@ class Workload:
     window_fraction: float
     """Share of a batch by which younger groups may pass an older one."""
     without_signal: frozenset[int] = frozenset()
-    """Groups that are dropped when they end, in order of dispatch from 0: others take their places."""
+    """Groups that are dropped when they end and replaced by others. Numbered in order of dispatch from 0."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a run does with a workload.
+    """The settings of a run.
 
     Attributes:
         max_staleness: Bound on staleness.
@@ -130,10 +130,10 @@ class Course:
     """How a simulated run went, by batch.
 
     Attributes:
-        applied_s: Seconds from the start at which it was applied.
+        applied_s: Seconds from the start until it was applied.
         trainer_waited_s: Seconds for which the trainer had nothing to do before it.
-        engine_idle_s: Seconds for which no sample was under way before its end, since the end of the one before.
-        staleness: Mean over its tokens.
+        engine_idle_s: Seconds without a running sample between the end of the previous batch and its own end.
+        staleness: Mean staleness of its tokens.
     """
 
     applied_s: list[float] = field(default_factory=list)
@@ -168,7 +168,7 @@ class _Simulation:
     """Tokens of each live group by number of the version that sampled them."""
     queue: deque[Batch] = field(default_factory=deque)
     published: deque[tuple[float, int]] = field(default_factory=deque)
-    """Versions on their way to the replicas, and when they arrive."""
+    """Versions being sent to the replicas: when they arrive, and their numbers."""
     served: int = 0
     trained_at: float = math.inf
     trainer_waited_s: float = 0.0

@@ -74,12 +74,12 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
 async def update_in_flight(
     engine: InferenceEngine, staged: Sequence[StagedVersion], target: Mapping[str, torch.Tensor], tokens: int
 ) -> tuple[list[VersionSpan], list[float], list[float]]:
-    """Apply the versions at even distances while one request is under way, and make a plain copy of each right after.
+    """Apply the versions at regular intervals during one request, and make a plain copy of each right after.
 
     Args:
         engine: Serves the request.
         staged: The versions.
-        target: Takes the copies; its memory was written to before.
+        target: Destination of the copies; its memory has been touched before.
         tokens: Length of the request.
 
     Returns:
@@ -139,17 +139,17 @@ OWNER = "bench"
 TTL_S = 600.0
 
 INTERVAL_S = 2.0
-"""Between two updates."""
+"""Seconds between two updates."""
 
 UPDATES = 4
-"""In a window of time with updates."""
+"""Updates per window."""
 
 ROUNDS = 3
-"""Windows with updates, and as many without."""
+"""Number of windows with updates, and of windows without."""
 
 
 class _Load:
-    """Requests that follow each other without end, `concurrency` of them at a time, and the tokens that they sampled."""
+    """Runs endless requests, `concurrency` at a time, and counts the tokens that they sampled."""
 
     def __init__(self, engine: VllmEngine, concurrency: int) -> None:
         self.tokens = 0
@@ -163,7 +163,7 @@ class _Load:
                 self.tokens += sum(len(part.token_ids) for part in progress.parts)
 
     async def rate(self, seconds: float) -> float:
-        """Return the tokens per second of the next so many seconds."""
+        """Return the tokens per second over the next `seconds` seconds."""
         tokens, begun = self.tokens, time.perf_counter()
         await asyncio.sleep(seconds)
         return (self.tokens - tokens) / (time.perf_counter() - begun)
@@ -180,9 +180,9 @@ async def measure_throughput(model: Path, directory: Path, shared: Path, *, conc
 
     Args:
         model: Directory of the model.
-        directory: On disk, for the service.
-        shared: In shared memory, for staged versions.
-        concurrency: Requests under way.
+        directory: Directory on disk, for the service.
+        shared: Directory in shared memory, for staged versions.
+        concurrency: Requests at a time.
 
     Returns:
         `rate_ratio`, `bound` (1 - apply time / interval), `over_bound` and what they were computed from.

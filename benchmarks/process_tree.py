@@ -18,21 +18,21 @@ FORK_SERVER = "sluice.cli.fork_server"
 """Module of the processes that fork services."""
 
 _CHILDREN = {"rollout": "engine", "orchestrator": "environments", "trainer": "trainer"}
-"""What the processes do that a service starts."""
+"""The part to which a service's child processes belong."""
 
 _LOOK_S = 0.25
 
 
 @dataclass
 class CpuMeter:
-    """Looks at a process and everything below it, again and again; one that ended keeps what it had used at the last look."""
+    """Samples a process and all its descendants regularly. A process that ended keeps its last sample."""
 
     _seconds: dict[tuple[int, float], tuple[str, float]] = field(default_factory=dict)
     _times: list[float] = field(default_factory=list)
     _sums: list[dict[str, float]] = field(default_factory=list)
 
     async def follow(self, pid: int) -> None:
-        """Look until cancelled or until the process has ended."""
+        """Sample until cancelled or until the process has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(pid)
             while True:
@@ -40,7 +40,7 @@ class CpuMeter:
                 await asyncio.sleep(_LOOK_S)
 
     def between(self, begin: float, end: float) -> dict[str, float]:
-        """Return the CPU seconds by part between two times of the wall clock, linear between looks.
+        """Return the CPU seconds by part between two times of the wall clock, linear between samples.
 
         Raises:
             ValueError: if nothing was seen.
@@ -75,7 +75,7 @@ class CpuMeter:
 def _part(process: psutil.Process, top: psutil.Process) -> str:
     """Return the part of the system that a process belongs to: a service, or what a service started.
 
-    A service may be a fork of its fork server, and what it starts a fork of the service: all of them have one command line.
+    A service may be a fork of its fork server, and its children forks of the service: all have the same command line.
     """
     below: list[list[str]] = []  # command lines from the process up to the child of `top`
     each: psutil.Process | None = process

@@ -1,4 +1,4 @@
-"""What running processes spend their CPU time on, by the library: samples of py-spy, where it is installed."""
+"""CPU time of running processes by library, sampled with py-spy if it is installed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SHARES = 14
 
 @contextlib.asynccontextmanager
 async def profiled(processes: Mapping[str, int], seconds: float) -> AsyncIterator[dict[str, dict[str, float]]]:
-    """Sample processes for a while as the block begins; the mapping has their shares when the block has ended.
+    """Sample processes for a while from the beginning of the block. The mapping has their shares when the block has ended.
 
     Args:
-        processes: Their ids, by name; none: nothing is sampled.
-        seconds: For how long.
+        processes: Process ids by name. If empty, nothing is sampled.
+        seconds: How long to sample.
 
     Raises:
         ConfigError: if py-spy is not installed.
@@ -52,7 +52,7 @@ async def profiled(processes: Mapping[str, int], seconds: float) -> AsyncIterato
 
 
 def by_part(stacks: str) -> dict[str, float]:
-    """Return the share of the samples that were taken in each function of ours, or library, the largest first.
+    """Return the share of samples in each of our functions and in each library, the largest first.
 
     Args:
         stacks: One stack a line, `outermost;...;innermost COUNT`, each frame as `function (file:line)`.

@@ -168,7 +168,7 @@ def in_process(llm: AsyncLLM, new_tokens: int) -> Request:
 
 @dataclass(frozen=True)
 class Work:
-    """What one request asks for."""
+    """The parameters of one request."""
 
     new_tokens: int
     n: int = 1

@@ -36,7 +36,7 @@ CALL_S = 30.0
 
 
 class Answers(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers after a while, as a replica does.
+    """Answers after a while, like a replica.
 
     Args:
         call_s: Seconds of a call; a stream takes `PARTS` times as long.
@@ -56,7 +56,7 @@ class Answers(rollout_pb2_grpc.RolloutServiceServicer):
     async def GenerateStream(  # noqa: N802 - gRPC names the methods
         self, request: rollout_pb2.GenerateStreamRequest, context: object
     ) -> AsyncIterator[rollout_pb2.GenerateStreamResponse]:
-        """Answer with so many messages."""
+        """Answer with `PARTS` messages."""
         del request, context
         for _ in range(PARTS):
             await asyncio.sleep(self._call_s)
@@ -65,7 +65,7 @@ class Answers(rollout_pb2_grpc.RolloutServiceServicer):
 
 @dataclass
 class Counts:
-    """What the clients did in one step.
+    """Counts of the clients' calls in one step.
 
     Attributes:
         calls: Calls made.
@@ -84,7 +84,7 @@ class Counts:
 
 @dataclass
 class Clients:
-    """Callers of one server; `counts` may be replaced at any time, and calls are counted in the one in which they end.
+    """Callers of one server. `counts` may be replaced at any time; a call is counted in the one that is current when it ends.
 
     Attributes:
         made: Calls or streams that each caller has made.
@@ -95,7 +95,7 @@ class Clients:
     made: Counter[str] = field(default_factory=Counter)
 
     async def all_have_called(self) -> None:
-        """Return when no call is left that had begun before, and each caller has made one since, however busy the machine is."""
+        """Wait until all calls that had begun before have ended, and each caller has made another one, however busy the machine is."""
         wanted = {name: made + 2 for name, made in self.made.items()}
         while any(self.made[name] < made for name, made in wanted.items()):  # noqa: ASYNC110 - calls end all the time
             await asyncio.sleep(0.005)
@@ -166,17 +166,17 @@ RENEWED, REPLACED = "certificates renewed", "token replaced"
 
 @dataclass
 class Rotation:
-    """What is replaced while clients call, step by step.
+    """Replaces certificates, authority and token step by step while clients call.
 
     Args:
-        machines: Their files.
+        machines: Their certificate files.
         load: The clients.
         step_s: Seconds between two replacements, at least; every client also calls in between.
         apart_s: Seconds between the new files of the server and those of the clients, at least; as before.
 
     Attributes:
-        counted: What the clients did, by step.
-        token: The one that is valid.
+        counted: Counts of the clients' calls, by step.
+        token: The valid token.
     """
 
     machines: Machines
@@ -203,7 +203,7 @@ class Rotation:
         self.load.counts.rotations += 1
 
     async def exchange_token(self) -> None:
-        """Let two tokens of one principal be valid until all callers send the new one."""
+        """Make two tokens of one principal valid until all callers send the new one."""
         old, self.token = self.token, new_token()
         replace_private(self._known, self._others + _table(old) + _table(self.token))
         replace_private(self._file, self.token.encode())
@@ -217,7 +217,7 @@ class Rotation:
         await self.rest(step, self.step_s - self.apart_s)
 
     async def until_called(self, step: str, calls: int, again: Callable[[], Awaitable[None]]) -> None:
-        """Replace something again and again until so many calls have ended."""
+        """Repeat a replacement until `calls` calls have ended."""
         while self.load.counts.calls < calls or not self.load.counts.rotations:
             await again()
             await asyncio.sleep(self.step_s - self.apart_s)
@@ -249,7 +249,7 @@ async def measure(
         call_s: Seconds of a call.
 
     Returns:
-        What the clients did meanwhile, by step, and how a call with a certificate of the old authority ends afterwards.
+        Counts of the clients' calls by step, and how a call with a certificate of the old authority ends afterwards.
     """
     machines = Machines(directory / "issuing", directory / "server", directory / "clients")
     now = certificates.now_utc()

@@ -48,7 +48,7 @@ CHECKED_WORK = Work(
 )
 
 SHORT = ("--in-flight=1000", "--also=8000", "--multi-turn=0", "--rate=800", "--seconds=8")
-"""What `sluice bench orchestrator` is asked for at the start."""
+"""Options for `sluice bench orchestrator` at the start."""
 
 SHORT_ELEMENTS = 16_000_000
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where receivers stage
@@ -145,7 +145,7 @@ def _limits(options: argparse.Namespace) -> Limits:
 
 
 def _costs(options: argparse.Namespace) -> tuple[Costs, dict[str, Mapping[str, Any]]]:
-    """Return the costs: those of the file, and measured here what it lacks."""
+    """Return the costs from the file. Measure those that it lacks."""
     found: dict[str, Mapping[str, Any]] = {}
     if options.costs is not None:
         try:
@@ -179,7 +179,7 @@ class Compared:
     """One figure of the real run and of the simulation, per version unless its name says otherwise.
 
     Attributes:
-        counts: Whether it has to be within `WITHIN`; else it is shown.
+        counts: Whether it has to be within `WITHIN`; else it is only shown.
     """
 
     name: str
@@ -189,7 +189,7 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """Return the simulated one over the real one."""
+        """Return the simulated figure over the real one."""
         return self.simulated / self.real if self.real else math.inf
 
     @property
@@ -222,7 +222,7 @@ _TO_REPLICAS = (
 
 
 def compared(real: Observed, simulated: Result) -> list[Compared]:
-    """Return what a real run and a simulation have in common."""
+    """Return the figures that a real run and a simulation have in common."""
 
     def summed(counts: Mapping[str, float], names: Sequence[str]) -> float:
         return sum(counts.get(name, 0.0) for name in names)
@@ -300,7 +300,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def limits_table(result: Result) -> str:
-    """Return each limit of a fleet, the first one first."""
+    """Return each limit of a fleet as a table; the limit that is reached first comes first."""
     rows = [
         (limit.name, _number(limit.used), _number(limit.most), _reached(limit, result), limit.moved_by)
         for limit in sorted(result.limits, key=lambda each: each.reached_at(result.fleet.replicas))

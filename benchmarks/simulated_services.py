@@ -45,7 +45,7 @@ _CHARACTERS_PER_TOKEN = 4
 _ENGINE_STEP_S = 0.02
 
 _COALESCE_S, _COALESCE_TOKENS = 0.02, 64
-"""What a stream does unless its request says otherwise."""
+"""Message period and size of a stream unless its request says otherwise."""
 
 _ALIVE_S = 1.0
 """Seconds after which a stream without tokens says that its request is alive; more if its tokens are sent less often."""
@@ -93,7 +93,7 @@ class SimulatedReplica:
                 await asyncio.sleep(_WATCH_AGAIN_S)
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Return what a server registers: bytes go out as they are."""
+        """Return the handlers for a server. Bytes are sent as they are."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         rollout: Handlers = {
             "Generate": unary(self._generate, rollout_pb2.GenerateRequest.FromString),
@@ -212,7 +212,7 @@ class SimulatedReplica:
 
 
 def messages_of_stream(latency_s: float, tokens: int, every_s: float, at_once: int = _COALESCE_TOKENS) -> int:
-    """Return in how many messages the tokens of a request are sent: one per period, or when a sample has so many new ones.
+    """Return how many messages carry the tokens of a request: one per period, or one whenever a sample has `at_once` new tokens.
 
     Args:
         latency_s: Seconds of the request.
@@ -225,7 +225,7 @@ def messages_of_stream(latency_s: float, tokens: int, every_s: float, at_once: i
 
 
 def _spans(begun: Version, ended: Version, tokens: int) -> tuple[VersionSpan, ...]:
-    """Return the versions of a sample's tokens: an update in between comes at the middle."""
+    """Return the versions of a sample's tokens. If there was an update meanwhile, it comes in the middle."""
     if begun == ended:
         return (VersionSpan(0, begun),)
     return VersionSpan(0, begun), VersionSpan(tokens // 2, ended)
@@ -269,7 +269,7 @@ def _chunk(n: int, first: int, end: int, tokens: int, version: Version) -> bytes
 def counted(
     translate: Callable[[Any], Any] | None, name: str, messages: Counter[str], sizes: Counter[str]
 ) -> Callable[[Any], Any]:
-    """Return the same translation of messages from or to bytes, which counts under a name what it translates, and the bytes."""
+    """Return a translation between messages and bytes that also counts messages and bytes under `name`."""
 
     def count(message: Any) -> Any:  # noqa: ANN401 - bytes or a message
         translated = message if translate is None else translate(message)
@@ -284,7 +284,7 @@ class Counting(grpc.aio.ServerInterceptor):
     """Counts the messages of a server and their bytes, by method, without what gRPC and TCP add.
 
     Attributes:
-        notes: Returns what else `COUNTS` tells.
+        notes: Returns further content of the answer to `COUNTS`.
     """
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class Counting(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Let a method count what it takes and gives."""
+        """Make a method count its requests and responses."""
         method = handler_call_details.method
         if method == COUNTS:
             return grpc.unary_unary_rpc_method_handler(self._answer)
@@ -322,10 +322,10 @@ class Counting(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a server counted.
+    """The counts of a server.
 
     Attributes:
-        notes: What else it told.
+        notes: Further content of its answer.
     """
 
     messages: Mapping[str, int]
@@ -333,7 +333,7 @@ class Counts:
     notes: Mapping[str, Any]
 
     def since(self, before: Counts) -> Counts:
-        """Return what was added since."""
+        """Return the difference since `before`."""
         return Counts(
             {name: count - before.messages.get(name, 0) for name, count in self.messages.items()},
             {name: count - before.sizes.get(name, 0) for name, count in self.sizes.items()},
@@ -342,7 +342,7 @@ class Counts:
 
 
 async def read_counts(target: str) -> Counts:
-    """Ask a simulated service what it counted."""
+    """Ask a simulated service for its counts."""
     async with grpc.aio.insecure_channel(target) as channel:
         ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(COUNTS)
         told = json.loads(await ask(b"", timeout=_COUNTS_S))
@@ -352,7 +352,7 @@ async def read_counts(target: str) -> Counts:
 async def read_batch(
     parts: AsyncIterator[trainer_pb2.SubmitBatchRequest],
 ) -> tuple[trainer_pb2.BatchHeader, list[trainer_pb2.TrajectoryResult]]:
-    """Return the header of a batch, and that each of its trajectories was trained."""
+    """Return the header of a batch, and a result "trained" for each of its trajectories."""
     header, results = trainer_pb2.BatchHeader(), []
     async for part in parts:
         if part.HasField("header"):
@@ -465,7 +465,7 @@ async def serving(
 ) -> AsyncIterator[None]:
     """Serve at these addresses while the block runs."""
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(counting,))
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)  # who waits for a peer asks it
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)  # waiting peers ask it
     register(server)
     for address in addresses:
         server.add_insecure_port(address)
@@ -477,7 +477,7 @@ async def serving(
 
 
 async def until_signal(*beside: Any) -> None:  # noqa: ANN401 - coroutines
-    """Do what is beside until SIGTERM or SIGINT."""
+    """Run the coroutines `beside` until SIGTERM or SIGINT."""
     tasks = [asyncio.ensure_future(each) for each in beside]
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -493,13 +493,13 @@ async def serve_until_signal(
     counting: Counting,
     *beside: Any,  # noqa: ANN401
 ) -> None:
-    """Serve at these addresses, and do what is beside, until SIGTERM or SIGINT."""
+    """Serve at these addresses, and run the coroutines `beside`, until SIGTERM or SIGINT."""
     async with serving(addresses, register, counting):
         await until_signal(*beside)
 
 
 def main() -> None:
-    """Serve one of them."""
+    """Serve a simulated replica or trainer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("service", choices=("replica", "trainer"))
     parser.add_argument("--port", type=int, required=True)

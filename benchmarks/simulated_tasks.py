@@ -46,7 +46,7 @@ class TalkEpisode:
         self._turn = 0
 
     def step(self, completion: str) -> Turn:
-        """Ask on, and reward the last turn."""
+        """Continue the conversation, and reward the last turn."""
         self._turn += 1
         if self._turn == TURNS:
             return Turn(reward=_lower_case_share(completion), done=True)

@@ -31,7 +31,7 @@ SIZES = {"ours": (2048, 4096, 8192), "trl_grpo": (1, 2, 4, 8), "plain": (1, 2, 4
 """Sizes of a forward pass that each side tries: ours tokens, the others sequences. Larger ones outgrow a CPU's caches."""
 
 NEARLY = 1.1
-"""The smallest size is taken that needs at most this times the seconds of the fastest, since more costs memory for little."""
+"""The smallest size is chosen that takes at most this factor times the seconds of the fastest: larger sizes cost memory for little gain."""
 
 SCALING_BUDGET = 8192
 """Tokens per forward pass of the sides that measure scaling: the trainer's default."""
@@ -104,7 +104,7 @@ def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def _chosen_size(module: str, directory: Path, threads: int) -> int:
-    """Return the smallest size with which an update takes hardly longer than with the best; stop at the first slower one."""
+    """Return the smallest size with which an update takes hardly longer than with the best. Stop at the first slower size."""
     seconds: dict[int, float] = {}
     for size in SIZES[module]:
         side = _Side(name=f"{module}_{size}", module=module, threads=threads, size=size)
@@ -112,7 +112,7 @@ def _chosen_size(module: str, directory: Path, threads: int) -> int:
             seconds[size] = (started.update())["seconds"]
         print(f"{module}, {size} per forward pass: {seconds[size]:.2f} s", flush=True)
         if seconds[size] > NEARLY * min(seconds.values()):
-            break  # with more of them there is more padding, and TRL's largest take minutes
+            break  # larger sizes mean more padding, and TRL's largest take minutes
     return min(size for size, each in seconds.items() if each <= NEARLY * min(seconds.values()))
 
 
@@ -174,10 +174,10 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
 
 @dataclass(slots=True)
 class _Measured:
-    """The counted updates of one side; CPU seconds are of all its threads, and other work on the machine hardly changes them."""
+    """The counted updates of one side. CPU seconds are of all its threads; other work on the machine hardly changes them."""
 
     first_loss: float
-    """Of the first update, before which all sides have the same weights."""
+    """Loss of the first update, before which all sides have the same weights."""
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     forward_tokens: int = 0
@@ -220,7 +220,7 @@ class _Side:
     """Sequences per forward pass; ours: tokens."""
     batch: str = BATCH
     processes: int = 1
-    """More than one are started by torchrun."""
+    """More than one process is started by torchrun."""
     extra: Sequence[str] = ()
 
     def command(self, directory: Path) -> list[str]:
@@ -251,7 +251,7 @@ class _Side:
 
 
 class _SideProcess:
-    """A side as a process. The block begins when it has loaded, and ends it."""
+    """A side as a process. The block begins when the process has loaded; the end of the block ends the process."""
 
     def __init__(self, side: _Side, directory: Path) -> None:
         self.name, self._log = side.name, directory / f"{side.name}.log"

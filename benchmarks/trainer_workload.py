@@ -43,7 +43,7 @@ GROUP_SIZE = 8
 """Samples of one prompt."""
 
 ADVANTAGE_EPS = 1e-4
-"""TRL adds this to a group's standard deviation. So do we here, so that both sides train on the same advantages."""
+"""TRL adds this to a group's standard deviation. We do the same here, so that both sides train on the same advantages."""
 
 DRIFT = 0.1
 """The policy that sampled is the model with this share of each tensor's standard deviation added as noise. It stands for an
@@ -93,7 +93,7 @@ class Row:
     reward: float
     """0 or 1."""
     advantage: float
-    """Of the whole completion, from its group's rewards."""
+    """Advantage of the whole completion, from its group's rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class UpdateBatch:
 
     @classmethod
     def draw(cls, workload: Workload, seed: int) -> Self:
-        """Draw random tokens of the workload's lengths; behaviour log-probabilities are 0 as yet."""
+        """Draw random tokens of the workload's lengths; behaviour log-probabilities are still 0."""
         random = np.random.default_rng(seed)
 
         def lengths(count: int, median: int, sigma: float, limit: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -35,7 +35,7 @@ GROUPS = 2
 """Tasks per step; each with a right and a wrong answer, of advantage 1 and -1."""
 
 OUTER = ("embed_tokens", "lm_head")
-"""Left out of the main figure: training changes these weights as often as the others if the vocabulary is small, and hardly if it is large."""
+"""Left out of the main figure: with a small vocabulary training changes these weights as often as others, with a large one hardly."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class DeltaSizes:
         self.worst_over_dense = max(self.worst_over_dense, other.worst_over_dense)
 
     def summary(self) -> dict[str, float]:
-        """Return the figures as ratios; only the fraction, if nothing changed."""
+        """Return the figures as ratios; if nothing changed, only the changed fraction."""
         changed = {"changed_fraction": round(self.changed / self.elements, 6)}
         if not self.changed:
             return changed
@@ -169,12 +169,12 @@ def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 def entropy_bound_bytes(new: NDArray[np.uint8], base: NDArray[np.uint8], dtype: str) -> float:
     """Return the least size of a difference in bytes, if the changes were independent of each other (Shannon 1948).
 
-    It is the entropy of which of n elements changed, `n H(p)` bits for a share p of them, plus that of their steps. A code that
+    It is the entropy of the set of changed elements, `n H(p)` bits for a share p of n, plus the entropy of their steps. A code that
     knows more, such as which rows change, may be below it.
 
     Args:
         new: Dense little-endian bytes, one dimension, contiguous.
-        base: Bytes of the same slice in the version before.
+        base: Bytes of the same slice in the previous version.
         dtype: BF16, F16 or F32.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the benchmarks of the weight path set up: a weight service, receivers, weights, and a bare server to compare with."""
+"""Fixtures for benchmarks of the weight path: a weight service, receivers, weights, and a bare server to compare with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WeightStack:
     """A weight service that is up, and a publisher that pushes to it.
 
     Attributes:
-        pid: Its process.
+        pid: Id of its process.
     """
 
     def __init__(self, target: str, channel: grpc.aio.Channel, pid: int, *, local: bool) -> None:
@@ -44,15 +44,15 @@ class WeightStack:
         return begun
 
     async def push_measured(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> tuple[float, PushReport]:
-        """Do the same; return what it cost, too."""
+        """Publish a version; return when the transfer began, and the report on its cost."""
         return await self.publish(await self.encode(version, tensors))
 
     async def encode(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> Update:
-        """Compare a version with the one before."""
+        """Compare a version with the previous one."""
         return await asyncio.to_thread(self._publisher.encode, version, tensors, deadline_s=DEADLINE_S)
 
     async def publish(self, update: Update) -> tuple[float, PushReport]:
-        """Push an encoded version and commit it; return when the transfer began, and what it cost."""
+        """Push an encoded version and commit it; return when the transfer began, and the report on its cost."""
         begun = time.perf_counter()
         return begun, await self._publisher.publish(update, deadline_s=DEADLINE_S)
 
@@ -97,7 +97,7 @@ async def receiving(
 
 
 class StagedOnly:
-    """An engine that does not load what it is given: the measurement ends when the version is staged."""
+    """An engine that does not load versions: the measurement ends when the version is staged."""
 
     serves_adapters = False
 
@@ -148,7 +148,7 @@ def model_200m(directory: Path) -> Path:
 
 
 def random_weights(elements: int, *, seed: int, rows: int = 16_384) -> dict[str, torch.Tensor]:
-    """Draw normal bf16 weights in matrices of so many rows of 1,024, under the names of a checkpoint; the last one is whole, too."""
+    """Draw normal bf16 weights in matrices of `rows` rows of 1,024, under the names of a checkpoint. The last matrix is complete, too."""
     generator = torch.Generator().manual_seed(seed)
     width, tensors = 1024, {}
     for index in range(-(-elements // (rows * width))):
@@ -211,7 +211,7 @@ async def _chunks(data: memoryview) -> AsyncIterator[bytes]:
 
 
 def tcp_hops(port: int, data: memoryview, file: Path) -> float:
-    """Do the same through two plain sockets, one after the other."""
+    """Return the seconds for the same transfer through two plain sockets, one after the other."""
     begun = time.perf_counter()
     with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
         connection.sendall(b"s" + len(data).to_bytes(8, "little"))

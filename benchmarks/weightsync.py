@@ -44,11 +44,11 @@ class _Place:
     """Directories of one part."""
 
     models: Path
-    """Shared by the parts."""
+    """Directory of models, shared by the parts."""
     disk: Path
-    """For services."""
+    """Directory on disk, for services."""
     shared: Path
-    """In shared memory, for staged versions."""
+    """Directory in shared memory, for staged versions."""
 
 
 def run(argv: list[str]) -> Mapping[str, Any]:
@@ -90,7 +90,7 @@ def _measure(part: str, options: argparse.Namespace, place: _Place) -> dict[str,
 
 
 async def _dense(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
-    """From the trainer's memory to a verified file beside the engine, against bare transfers of the same bytes."""
+    """Measure the path from the trainer's memory to a verified file beside the engine, against bare transfers of the same bytes."""
     data = memoryview(torch.randint(0, 256, (2 * options.elements,), dtype=torch.uint8).numpy())
     seconds: dict[str, list[float]] = {"raw_grpc": [], "raw_tcp": [], "sockets": [], "shared_memory": []}
     async with (
@@ -167,7 +167,7 @@ FANOUT_ROUNDS = 3
 
 
 async def _fanout(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
-    """Median seconds from push to the last receiver, by way and number of receivers; then what single messages cost.
+    """Measure median seconds from push to the last receiver, by way and number of receivers; then the costs of single messages.
 
     Every receiver has a staging directory of its own, as on a host of its own, except in "one_host".
     """
@@ -194,13 +194,13 @@ async def _fanout(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Receivers, one per staging directory, that pull from the targets in turn, and the versions that the root is given."""
+    """Receivers, one per staging directory, that pull from the targets in turn, and the versions that are pushed to the root."""
 
     root: WeightStack
     targets: Sequence[str]
     stage_dirs: Sequence[Path]
     epoch: int
-    """Of the first version."""
+    """Epoch of the first version."""
     elements: int
     """bf16 weights of a version."""
 

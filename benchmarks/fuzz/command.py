@@ -28,26 +28,26 @@ from sluice.config import ConfigError, whole_number
 PARTS = ("rpc", "http", "codecs", "clients")
 
 ORDER = ("gateway", "orchestrator", "envserver", "rollout", "weightsync", "trainer")
-"""Of the services whose RPCs are fuzzed: those before others that they need."""
+"""Order in which the services' RPCs are fuzzed: each service comes before the services that it needs."""
 
 ATTACKED = ("gateway", "orchestrator", "rollout")
 
 WARM_UP = 4
-"""Memory before is measured after one in so many inputs: buffers and caches are filled by then."""
+"""`Row.before` is measured after one `WARM_UP`th of the inputs, when buffers and caches are filled."""
 
 _INSIDE = "FUZZ_OWN_NETWORK"
 
 
 @dataclass
 class Row:
-    """What one RPC, route, parser or kind of client got.
+    """The results of one RPC, route, parser or kind of client.
 
     Attributes:
-        inputs: How many.
-        outcomes: Codes or statuses.
+        inputs: Number of inputs.
+        outcomes: Counts of codes or statuses.
         findings: Different defects.
         before: Memory of the service, or of the parser's process, before; as text.
-        after: After.
+        after: The same afterwards.
     """
 
     inputs: int = 0
@@ -87,9 +87,9 @@ _INSIDE_NETWORK = _INSIDE in os.environ
 
 
 def _own_network() -> list[str]:
-    """Return the words that run a program in a network of its own, with loopback alone; none where that is not allowed.
+    """Return the words that run a program in a network of its own with only loopback; empty if that is not allowed.
 
-    Drawn addresses are looked up and connected to: nothing of that may leave this machine.
+    Services look up and connect to random addresses: none of that may leave this machine.
     """
     words = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
     if shutil.which("unshare") is None:
@@ -107,7 +107,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
 
 
 def _again(namespace: Sequence[str], argv: Sequence[str]) -> Mapping[str, Any]:
-    """Run this benchmark in a network of its own, which prints the same."""
+    """Run this benchmark again in a network of its own; it prints the same."""
     import json  # noqa: PLC0415
 
     start = f"{_UP}\nimport json, sys\nfrom benchmarks.fuzz.command import run\nresult = run(sys.argv[2:])\n"
@@ -132,7 +132,7 @@ class Job:
     findings: Findings = field(default_factory=Findings)
 
     def run(self) -> Mapping[str, Any]:
-        """Do the parts, print the table and return the figures."""
+        """Run the parts, print the table and return the figures."""
         if "codecs" in self.options.only:
             self._codecs()
         if {*self.options.only} - {"codecs"}:
@@ -246,7 +246,7 @@ class Job:
         fuzzer.channel.close()
 
     def _measured(self, stack: Stack, watched: Watched, rows: str, work: Any) -> None:  # noqa: ANN401 - a function
-        """Do something to a service and compare what it holds before and after."""
+        """Do `work` to a service, and compare its resources before and after."""
         before = watched.load()
         work()
         after = watched.settled(before.calls, before.files + MORE_FILES)

@@ -10,7 +10,7 @@ _NUMBERS = re.compile(r"[0-9a-f]{8,}|\d+|'[^']*'")
 
 @dataclass
 class Findings:
-    """Findings by what is alike of them: place and text without numbers and names."""
+    """Findings, grouped by place and by text without numbers and names."""
 
     _seen: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
 

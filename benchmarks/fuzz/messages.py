@@ -17,7 +17,7 @@ Field: TypeAlias = Any
 """Descriptors of two implementations of protobuf, whose stubs differ."""
 
 Names: TypeAlias = Mapping[str, Sequence[str]]
-"""Texts that mean something to the server, by the name of a field; those of the name "" are for every field."""
+"""Texts that mean something to the server, by name of the field. Those under "" are for every field."""
 
 DEPTH = 4
 """Levels of messages inside of messages."""
@@ -55,7 +55,7 @@ WRONG_NAMES = (
     "x" * 300,
     "é" * LONG,
 )
-"""Texts that are wrong in a place where a name, an address or a number is expected."""
+"""Texts that are invalid as a name, an address or a number."""
 
 _SIGNED = {FieldDescriptor.CPPTYPE_INT32: 32, FieldDescriptor.CPPTYPE_INT64: 64}
 _UNSIGNED = {FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_UINT64: 64}
@@ -63,7 +63,7 @@ _UNSIGNED = {FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_UINT64:
 
 @st.composite
 def messages(draw: Draw, descriptor: Descriptor, names: Names, sound: Sequence[Message] = ()) -> Message:
-    """Draw a message: from nothing, or a sound one, completed by names that the server knows, of which some fields are replaced."""
+    """Draw a message: a new one, or a sound one with names that the server knows and with some fields replaced."""
     message: Message = message_factory.GetMessageClass(descriptor)()
     if draw(st.booleans()):
         if sound:
@@ -142,7 +142,7 @@ def _scalar(field: Field, names: Names) -> st.SearchStrategy[Any]:
 
 
 def _text(name: str, names: Names) -> st.SearchStrategy[str]:
-    """Draw a text for a field: often one that the server knows."""
+    """Draw a text for a field, often one that the server knows."""
     own, common = tuple(names.get(name, ())), tuple(names.get("", ()))
     wild = [st.text(st.characters(exclude_categories=["Cs"]), max_size=24), st.sampled_from(WRONG_NAMES)]
     known = [st.sampled_from(each) for each in (own, own, own, common) if each]
@@ -157,9 +157,9 @@ class Damage:
     """One change of the bytes of a message.
 
     Attributes:
-        kind: What is done: flip a bit, cut the end off, insert, repeat or remove bytes.
-        place: Where, as a share of the length.
-        data: What is inserted.
+        kind: The change: flip a bit, cut the end off, insert, repeat or remove bytes.
+        place: Position, as a share of the length.
+        data: Bytes to insert.
     """
 
     kind: str
@@ -196,7 +196,7 @@ _DAMAGE = st.builds(
 
 @st.composite
 def wires(draw: Draw, descriptor: Descriptor, names: Names, sound: Sequence[Message] = ()) -> bytes:
-    """Draw the bytes of a message, half of the time damaged, and now and then bytes of no message."""
+    """Draw the bytes of a message, damaged half of the time, and sometimes random bytes."""
     if draw(st.integers(0, 15)) == 0:
         return bytes(draw(st.binary(max_size=64)))
     wire: bytes = draw(messages(descriptor, names, sound)).SerializeToString()

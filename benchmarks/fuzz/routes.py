@@ -1,4 +1,4 @@
-"""Every HTTP route of a gateway and of a replica: schemathesis on their bodies, and requests that are no HTTP."""
+"""Every HTTP route of a gateway and of a replica: schemathesis on their bodies, and requests that are not valid HTTP."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ VENV = Path(__file__).parents[2] / ".venv-ecosystem-fuzz"
 HOST_HEADER = f"Host: {LOOPBACK}"
 
 ANSWER_S = 10.0
-"""Seconds in which a request that is whole must be answered, or its connection closed."""
+"""Seconds within which a complete request must be answered, or its connection closed."""
 
 ROLES = {"gateway": "agent", "rollout": "admin"}
-"""Whose token opens all routes of a service."""
+"""The role whose token gives access to all routes of a service."""
 
 SLOW_S = 90.0
-"""Seconds after which a client that sends no whole request must be disconnected."""
+"""Seconds after which a client that does not complete its request must be disconnected."""
 
 WITH_BOUNDS = 10
-"""Drawn requests of each route from which on the bounds of its schema are tested, too: hundreds of requests."""
+"""With at least so many drawn requests per route, the bounds of its schema are tested, too, with hundreds of requests."""
 
 START_S = 300.0
 
@@ -49,7 +49,7 @@ _FAULTS = {500, 501, 502}
 """Statuses of defects. 503 and 504 are answers of a service that is not ready, or of a deadline."""
 
 
-# What the routes take, as OpenAPI has it.
+# The bodies of the routes, in OpenAPI.
 
 
 def gateway_document() -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-# What a schema can say.
+# Requests that a schema describes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ def run_schemas(
         watched: The service.
         document: Its routes.
         findings: Takes what is wrong.
-        examples: Drawn requests of each route, beside those that test each bound of its schema.
-        seed: Of the draws.
+        examples: Drawn requests of each route, in addition to those that test the bounds of its schema.
+        seed: Seed of the draws.
 
     Raises:
         ConfigError: if schemathesis is not installed.
@@ -237,11 +237,11 @@ def open_session(stack: Stack, watched: Watched) -> str:
     raise RuntimeError(f"no session can be opened: {'' if answer is None else answer.text}")
 
 
-# What no schema can say.
+# Requests that no schema describes.
 
 
 def raw_requests(path: str, token: str) -> Mapping[str, bytes]:
-    """Return requests to a route that are whole or broken, by what is wrong with them. Every one must be answered or cut off."""
+    """Return complete or broken requests to a route, by what is wrong with them. Each must be answered or its connection closed."""
     head = f"POST {path} HTTP/1.1\r\n{HOST_HEADER}\r\nAuthorization: Bearer {token}\r\n".encode()
     kind = b"Content-Type: application/json\r\n"
     close = b"Connection: close\r\n"
@@ -312,7 +312,7 @@ def raw_requests(path: str, token: str) -> Mapping[str, bytes]:
 
 
 def unfinished(path: str, token: str) -> Mapping[str, bytes]:
-    """Return the beginnings of requests whose rest never comes, by what is missing. Each connection must be closed by the server."""
+    """Return the beginnings of requests whose rest never comes, by what is missing. The server must close each connection."""
     head = f"POST {path} HTTP/1.1\r\n{HOST_HEADER}\r\nAuthorization: Bearer {token}\r\nContent-Type: application/json\r\n".encode()
     return {
         "everything": b"",
@@ -342,7 +342,7 @@ def send_raw(watched: Watched, findings: Findings, paths: Sequence[str], token: 
 
 
 def _exchange(watched: Watched, data: bytes, limit_s: float) -> bytes | None:
-    """Send bytes, and return what comes back until the server closes the connection, or an answer is whole; None if nothing does."""
+    """Send bytes; return what comes back until the server has answered or closed the connection. None if nothing comes in time."""
     with socket.create_connection((LOOPBACK, watched.http_port), timeout=limit_s) as connection:
         try:
             connection.sendall(data)
@@ -367,7 +367,7 @@ def _exchange(watched: Watched, data: bytes, limit_s: float) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Connections whose requests never come, by what is missing, and when they must be closed, by the monotonic clock."""
+    """Connections whose requests are never completed, by what is missing, and when they must be closed, by the monotonic clock."""
 
     connections: Mapping[str, socket.socket]
     due: float

@@ -1,4 +1,4 @@
-"""Every RPC that a running server lists: messages of its descriptor, damaged bytes, cut and idle streams, callers without a right."""
+"""Every RPC that a running server lists: messages of its descriptor, damaged bytes, cut and idle streams, callers without permission."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ ENDS_ITS_SERVER = frozenset(
         "sluice.v1.OrchestratorService/StopRun",
     }
 )
-"""Methods that do what they are for if a message is sound: they get malformed messages from those who may call them."""
+"""Methods that end their server if a message is sound. So permitted callers send them only malformed messages."""
 
 CALL_S = 1.0
 """Deadline of a call. Streams and calls that wait for others get less: they would use all of it."""
 
 WATCH_S = 0.1
 ANSWER_S = 20.0
-"""Seconds in which a sound call must be answered after any input."""
+"""Seconds within which a sound call must be answered after any input."""
 
 MOST_RESPONSES = 4
 MOST_FRAMES = 5
@@ -118,7 +118,7 @@ SOUND: Mapping[str, Sequence[dict[str, Any]]] = {
     "StepRequest": [{"episodeId": "e", "message": {"role": "assistant", "content": "go"}}],
     "RegisterReplicaRequest": [{"run": _RUN, "replica": "r9", "address": "127.0.0.1:1"}],
 }
-"""Messages, by their type, that get further than what is drawn from nothing. A type that is not here is fuzzed without."""
+"""Sound messages by type, which get further than purely random ones. Other types are fuzzed without."""
 
 Outcome: TypeAlias = "tuple[str, str, list[bytes]]"
 
@@ -129,8 +129,8 @@ class Case:
 
     Attributes:
         frames: The messages that are sent, as bytes.
-        ending: What follows them: the end of the stream, a cancellation, or nothing until the deadline.
-        behalf: Metadata that a gateway sends: the principal whose call it passes on.
+        ending: What follows the messages: the end of the stream, a cancellation, or nothing until the deadline.
+        behalf: Metadata that a gateway sends: the principal for whom it calls.
         request_id: Metadata that is written to logs.
     """
 
@@ -142,7 +142,7 @@ class Case:
 
 @st.composite
 def cases(draw: Draw, method: MethodDescriptor, names: Names, sound: Sequence[Message]) -> Case:
-    """Draw a call of a method: as its kind wants it, or with a wrong number of messages."""
+    """Draw a call of a method, with the number of messages that its kind needs or a wrong one."""
     frame = wires(method.input_type, names, sound)
     if draw(st.integers(0, 31)) == 0:
         frames = draw(st.lists(frame, max_size=2))
@@ -173,7 +173,7 @@ class Fuzzer:
         self.codes: dict[str, Counter[str]] = {}
 
     def methods(self) -> list[MethodDescriptor]:
-        """Return the methods of all services that the server lists, those that end it last."""
+        """Return the methods of all services that the server lists. Methods that end the server come last."""
         request = common_pb2.GetServerInfoRequest().SerializeToString()
         _, message, responses = self.call(
             "/sluice.v1.ServerInfoService/GetServerInfo", Case((request,), "end"), ANSWER_S
@@ -194,7 +194,7 @@ class Fuzzer:
             path: As ``/package.Service/Method``.
             case: What is sent.
             timeout: Deadline in seconds.
-            token: Of the caller; None: the admin's, "": no token.
+            token: Token of the caller; None: the admin's, "": no token.
         """
         token = self._stack.tokens["admin"] if token is None else token
         metadata = [("on-behalf-of", case.behalf), ("x-request-id", case.request_id)]
@@ -226,7 +226,7 @@ class Fuzzer:
         return code.name, _described(call, code, message), responses
 
     def fuzz(self, method: MethodDescriptor, count: int, number: int) -> int:
-        """Send so many drawn inputs to a method; return how many were sent, callers without a right included."""
+        """Send `count` drawn inputs to a method; return how many were sent, those of callers without permission included."""
         path, sent = path_of(method), 0
         ends = path[1:] in ENDS_ITS_SERVER
         names = {name: tuple(texts) for name, texts in self._names.items()}
@@ -288,7 +288,7 @@ class Fuzzer:
             raise RuntimeError(f"{self._watched.name} ended after {path}: {_shown(method, case)}")
 
     def _learn(self, response: Message) -> None:
-        """Remember the texts of an answer, so that later inputs can name what is there."""
+        """Remember the texts of an answer, so that later inputs can use names that exist."""
         for name, text in _texts(response):
             known = self._names.setdefault(name, [])
             if text not in known and 0 < len(text) <= 256:
@@ -325,7 +325,7 @@ def _texts(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _described(call: Any, code: grpc.StatusCode, message: str) -> str:  # noqa: ANN401 - a call of gRPC
-    """Return the message of an error, after "sluice:" if its details are as the contracts promise, else after what is missing."""
+    """Return the message of an error with a prefix: "sluice:" if its details are as the contracts promise, else what is missing."""
     if code is grpc.StatusCode.OK:
         return ""
     if any(message.startswith(each) for each in _GRPC_SAYS):

@@ -1,4 +1,4 @@
-"""All services of a run, each as a process of its own with principals, and what is watched of each process."""
+"""All services of a run, each as a process of its own with principals, and the measurements of each process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sluice.rpc.server import LOOPBACK, free_ports
 RUN = "fuzz"
 
 SERVICES = ("weightsync", "trainer", "rollout", "orchestrator", "gateway", "envserver", "tuner")
-"""In the order of their start."""
+"""Services in the order of their start."""
 
 WITH_HTTP = ("rollout", "gateway")
 
@@ -36,13 +36,13 @@ MOST_BYTES = 6 << 30
 
 START_S = 240.0
 QUIET_S = 75.0
-"""Seconds after which no call of ours may be in progress any more: more than a server waits for a body."""
+"""Seconds after which none of our calls may be in progress any more: longer than a server waits for a body."""
 
 _LOOK_S = 0.05
 _SCRAPE_S = 10.0
 
 _EXCEPTION = re.compile(r"Traceback|never retrieved|was never awaited|Fatal Python|Segmentation fault")
-"""What a log has of an exception that no code foresaw."""
+"""Log text that shows an unhandled exception."""
 
 _FRAME = re.compile(r'File "[^"]*?/([^/"]+/[^/"]+)", line (\d+)')
 _EXCERPT = 8000
@@ -50,7 +50,7 @@ _EXCERPT = 8000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a process holds at one moment.
+    """The resources of a process at one moment.
 
     Attributes:
         rss: Resident bytes, its children included.
@@ -65,7 +65,7 @@ class Load:
     calls: int
 
     def __str__(self) -> str:
-        """Return the figures of one column."""
+        """Return the figures as the text of one column."""
         return f"{self.rss / 2**20:.0f} MiB, {self.files} files, {self.threads} threads, {self.calls} calls"
 
 
@@ -76,10 +76,10 @@ class Watched:
     Attributes:
         name: The service.
         log: Its output.
-        port: Of gRPC.
-        http_port: Of HTTP; 0 where it has none.
-        metrics_port: Of the metrics.
-        pid: Of its process; 0 before its start.
+        port: Port of gRPC.
+        http_port: Port of HTTP; 0 if it has none.
+        metrics_port: Port of the metrics.
+        pid: Id of its process; 0 before its start.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Watched:
 
     @property
     def target(self) -> str:
-        """Where gRPC is served."""
+        """Address of the gRPC port."""
         return f"{LOOPBACK}:{self.port}"
 
     def alive(self) -> bool:
@@ -103,7 +103,7 @@ class Watched:
         return False
 
     def load(self) -> Load:
-        """Return what the process holds.
+        """Return the resources of the process.
 
         Raises:
             psutil.NoSuchProcess: if it has ended.
@@ -116,7 +116,7 @@ class Watched:
         return Load(rss, process.num_fds(), process.num_threads(), self.calls())
 
     def calls(self) -> int:
-        """Return the calls and requests in progress, as the service counts them; -1 if its metrics do not answer."""
+        """Return the calls and requests in progress according to the service; -1 if its metrics do not answer."""
         request = urllib.request.Request(
             f"http://{LOOPBACK}:{self.metrics_port}/metrics",
             headers={"authorization": f"Bearer {self.tokens['admin']}"},
@@ -134,7 +134,7 @@ class Watched:
         )
 
     def settled(self, calls: int, files: int) -> Load:
-        """Wait until at most so many calls are in progress and files open, then return what it holds; after a while, anyway."""
+        """Wait until at most `calls` calls are in progress and `files` files open, but not forever, and return the resources."""
         end = time.monotonic() + QUIET_S
         while self.alive() and time.monotonic() < end:
             load = self.load()
@@ -144,7 +144,7 @@ class Watched:
         return self.load()
 
     def exceptions(self) -> list[tuple[str, str]]:
-        """Return the exceptions that the log has since the last question: where and what each is, and its last lines."""
+        """Return the exceptions logged since the last call: where and what each is, and its last lines."""
         with self.log.open("rb") as log:
             log.seek(self._read)
             text = log.read()
@@ -179,7 +179,7 @@ class Stack:
     """The services of a run.
 
     Attributes:
-        tokens: Of the principals, by role.
+        tokens: Tokens of the principals, by role.
         model: Name of the model that is served.
         names: Texts that the services know, by the name of a field.
     """

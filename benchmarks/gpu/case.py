@@ -1,4 +1,4 @@
-"""On which device and at which sizes the parts measure, and what they share: the model, rows, times and peaks of memory."""
+"""The device and sizes at which parts measure, and shared helpers: the model, rows, times and peaks of memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Shape:
 
     Attributes:
         model: Sizes of a Qwen3, as its configuration names them.
-        lengths: Tokens per sequence, the most telling first.
-        batch_tokens: Tokens of a batch, at whatever length.
+        lengths: Tokens per sequence, the most important first.
+        batch_tokens: Tokens of a batch, at any length.
         token_budget: Smallest token budget; a longer sequence raises it.
         rounds: Counted repetitions, after one that is not counted.
         matrix: Rows and columns of the factors of a plain matrix product.
@@ -75,7 +75,7 @@ QWEN3_06B = Shape(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "tie_word_embeddings": True,
-        "max_position_embeddings": 131_072,  # more than its own, for the longest sequences
+        "max_position_embeddings": 131_072,  # more than Qwen3-0.6B has, for the longest sequences
         "rope_theta": 1e6,
     },
     lengths=(16_384, 4096, 65_536),
@@ -123,18 +123,18 @@ TINY = Shape(
     updates=2,
     steps=2,
 )
-"""Sizes that a CPU computes in seconds. They show that the parts run, and no more."""
+"""Sizes that a CPU computes in seconds. They only show that the parts run."""
 
 SHAPES = {"qwen3-0.6b": QWEN3_06B, "tiny": TINY}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Where a part measures.
+    """The device and directory of a part.
 
     Attributes:
         device: Device of PyTorch: cuda or cpu.
-        directory: For files of all parts, in shared memory if there is room.
+        directory: Directory for files of all parts, in shared memory if there is room.
     """
 
     shape: Shape
@@ -179,7 +179,7 @@ class Case:
         return self.rows(tokens, max(2, self.shape.batch_tokens // tokens))
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the median of the seconds that a piece of work takes, device included, after one time that does not count."""
+        """Return the median of the seconds that a piece of work takes, device included, after one run that does not count."""
         work()
         return median(self.seconds_once(work) for _ in range(self.shape.rounds))
 
@@ -197,7 +197,7 @@ class Case:
             torch.cuda.synchronize(self.device)
 
     def peak_bytes(self, work: Callable[[], object]) -> int | None:
-        """Return the most bytes of tensors while work is done, above those before; None on a CPU, which does not count them."""
+        """Return the peak bytes of tensors during `work`, above those before it; None on a CPU, which does not count them."""
         if self.device.type != "cuda":
             work()
             return None
@@ -208,7 +208,7 @@ class Case:
 
 
 def rate(amount: float, seconds: float, unit: float) -> float:
-    """Return an amount per second in a unit, with three digits: `unit` is 1e12 for TFLOP/s."""
+    """Return an amount per second, divided by `unit`, with three digits: `unit` is 1e12 for TFLOP/s."""
     return float(f"{amount / seconds / unit:.3g}")
 
 

@@ -21,7 +21,7 @@ COMPARED_TOKENS = (300, 200, 17)
 
 
 def output_layer(case: Case) -> Measurements:
-    """Measure forward and backward pass of the output layer by the number of logits that it may keep, and a plain one."""
+    """Measure forward and backward pass of the output layer for different numbers of logits that it may keep, and of a plain layer."""
     for cells in case.shape.cells:
         yield f"{cells} logits", partial(_fused, case, cells, "none")
     yield f"{case.shape.cells[0]} logits, entropy measured", partial(_fused, case, case.shape.cells[0], "measure")
@@ -64,7 +64,7 @@ def _plain(case: Case) -> Figures:
 def _passes(
     case: Case, compute: Callable[[], torch.Tensor], learning: tuple[torch.Tensor, torch.Tensor], arriving: torch.Tensor
 ) -> Figures:
-    """Measure both passes; `least_products` are the operations that they cannot do without: one product forward, two backward."""
+    """Measure both passes; `least_products` are the necessary operations: one product forward, two backward."""
     hidden, weight = learning
 
     def both() -> None:

@@ -1,4 +1,4 @@
-"""The parts of `sluice bench gpu`, in the order in which they run: those that say most first, those that need vLLM last."""
+"""The parts of `sluice bench gpu`, in the order in which they run: the most important first, those that need vLLM last."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from benchmarks.gpu.case import Case
 
 Figures: TypeAlias = Mapping[str, Any]
-"""What one measurement found: numbers, words, and tables of them; None where this device or machine cannot say."""
+"""The results of one measurement: numbers, words, and tables of them; None if this device or machine cannot measure it."""
 
 Measure: TypeAlias = Callable[[], Figures]
 Measurements: TypeAlias = Iterator[tuple[str, Measure]]
-"""Name and function of each measurement of a part. One is made before the next is asked for; they may share what is between."""
+"""Name and function of each measurement of a part. Each is made before the next is requested, so they may share objects."""
 
 
 class NotRunError(Exception):
-    """A measurement cannot be made here; the message says why."""
+    """A measurement cannot be made on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Part:
     Attributes:
         function: ``module:function`` of a function from a `Case` to its measurements.
         says: What it measures, for the list of parts.
-        needs: Modules that it needs and that PyTorch and transformers do not bring along.
+        needs: Modules that it needs besides PyTorch, transformers and their dependencies.
         fresh: Whether its process must not have measured another part, because a library is set up once for a process.
     """
 
@@ -76,4 +76,4 @@ PARTS = (
         "vllm-patch", "benchmarks.gpu.sampling:vllm_patch", "vLLM that takes changed values only", ("vllm",), fresh=True
     ),
 )
-"""Part n of the command line is the nth of them, from 1."""
+"""Part n on the command line is the nth of these, from 1."""

@@ -17,7 +17,7 @@ from sluice.host_files import write_whole
 FORMAT = 1
 
 MEASURED, FAILED, NOT_RUN, INCOMPLETE = "measured", "failed", "not run", "incomplete"
-"""Outcomes of a part; a measurement has one of the first three. A part is incomplete while it runs, and if the run was killed."""
+"""Outcomes of a part. A measurement has one of the first three. A part is incomplete while it runs, or if the run was killed."""
 
 SHOWN = (
     *("tokens_per_s", "mfu", "peak_bytes", "estimate_over_peak", "fits", "both_ms", "tflops", "gb_s", "device_gb_s"),
@@ -32,7 +32,7 @@ MOST_SHOWN = 5
 
 @dataclass(slots=True)
 class Record:
-    """What was measured so far, on disk after every measurement.
+    """The measurements so far, written to disk after each one.
 
     Attributes:
         content: See docs/benchmarks-gpu.md.
@@ -69,11 +69,11 @@ class Record:
         return None if found is None else str(found["outcome"])
 
     def due(self, wanted: Sequence[Part]) -> list[Part]:
-        """Return the parts to run: the wanted ones; if none are named, all that are neither measured nor failed."""
+        """Return the parts to run: the wanted ones; if none are named, all that have neither been measured nor failed."""
         return list(wanted) or [part for part in PARTS if self.outcome(part) not in {MEASURED, FAILED}]
 
     def begin(self, part: Part) -> None:
-        """Begin a part, and forget what it had measured before."""
+        """Begin a part, and forget its earlier measurements."""
         self.content["parts"][part.name] = {"outcome": INCOMPLETE, "measurements": {}}
         self._write()
 
@@ -85,14 +85,14 @@ class Record:
     def end(
         self, part: Part, *, seconds: float, machine: Mapping[str, Any], reason: str = "", failed: bool = False
     ) -> None:
-        """End a part. It is measured if something was and nothing failed.
+        """End a part. It counts as measured if it has measurements and nothing failed.
 
         Args:
             part: The part.
-            seconds: That it took.
-            machine: Where it ran.
-            reason: Why it did not run, or not to its end.
-            failed: Whether it did not run to its end.
+            seconds: Seconds that it took.
+            machine: Machine that it ran on.
+            reason: Why it did not run, or did not complete.
+            failed: Whether it did not complete.
         """
         entry = self.content["parts"][part.name]
         outcomes = {each["outcome"] for each in entry["measurements"].values()}
@@ -115,7 +115,7 @@ def _finite(value: Any) -> Any:  # noqa: ANN401 - what JSON can hold
 
 
 def table(content: Mapping[str, Any]) -> list[str]:
-    """Return one line for each part and measurement, with the figures that say most."""
+    """Return one line for each part and measurement, with the most important figures."""
     lines = []
     for number, part in enumerate(PARTS, 1):
         found = content["parts"].get(part.name, {"outcome": "not yet", "measurements": {}})

@@ -25,7 +25,7 @@ SAMPLE_S = 240.0
 PROMPT_TOKENS = 32
 
 VLLM_SHARE = 0.4
-"""Share of the device's memory that vLLM may take; the trainer is beside it."""
+"""Share of the device's memory that vLLM may take; the trainer uses the same device."""
 
 CLIPPED = 0.2
 """A ratio further from 1 than this is clipped by the usual objectives."""
@@ -78,7 +78,7 @@ def _engine(case: Case, build: Callable[[], InferenceEngine]) -> Measurements:
 
 
 async def _log_probabilities(case: Case, engine: InferenceEngine) -> Figures:
-    """Compare the log-probabilities of sampled tokens with those that the trainer computes of the same tokens and weights."""
+    """Compare the log-probabilities of sampled tokens with the trainer's for the same tokens and weights."""
     generator = torch.Generator().manual_seed(0)
     begun = asyncio.get_running_loop().time()
     requests = [

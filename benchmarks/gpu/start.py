@@ -1,4 +1,4 @@
-"""Whether a device trains at all: its own speed, the first update, and what bfloat16 changes."""
+"""Whether a device can train at all: its raw speed, the first update, and the effect of bfloat16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_svc.engine.engine import TrainEngine
 
 
 def start(case: Case) -> Measurements:
-    """Measure what the other parts are to be compared with, and make the first update."""
+    """Measure the baseline for the other parts, and make the first update."""
     yield "first update", partial(_first_update, case)
     yield "bfloat16 against float32", partial(_precision, case)
     yield "matrix product", partial(_product, case)

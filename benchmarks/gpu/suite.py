@@ -1,4 +1,4 @@
-"""Programs of their own on the device: a whole run, and tests/gpu by pytest."""
+"""Separate programs on the device: a whole run, and tests/gpu with pytest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPORTED = (
     *("state", "steps", "wall_s", "step_s_mean", "reward_curve", "mismatch_kl_mean", "tokens_generated"),
     *("requests_spanning_versions", "trainer_idle_share", "rollout_idle_share", "findings"),
 )
-"""What is kept of a run's report.json."""
+"""Fields of a run's report.json that are kept."""
 
 
 def whole_run(case: Case) -> Measurements:
@@ -54,7 +54,7 @@ def _whole_run(case: Case, engine: str) -> Figures:
         f"--orchestrator.max-steps={case.shape.steps}",
     ]
     placed = [f"--rollout.engine={engine}", f"--trainer.device={device}"]
-    if engine == "transformers":  # vLLM takes the device that it finds
+    if engine == "transformers":  # vLLM uses the device by itself
         placed.append(f"--rollout.device={device}")
     begun = time.perf_counter()
     subprocess.run(  # noqa: S603 - our own program
@@ -84,7 +84,7 @@ def _run(case: Case) -> Figures:
 
 
 def outcomes(report: Path) -> Figures:
-    """Return what a report of pytest in JUnit's form says.
+    """Return the outcomes from a JUnit report of pytest.
 
     Raises:
         AssertionError: if a test failed, or none was run.

@@ -1,4 +1,4 @@
-"""Updates of the policy on one device: their speed by length, their memory against the estimate, and what runs out of it."""
+"""Updates of the policy on one device: their speed by length, their memory against the estimate, and running out of memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """An update of the policy with its settings, and where its memory stood.
+    """An update of the policy with its settings, and its memory after loading.
 
     Attributes:
         loaded_bytes: Tensors on the device after the networks were loaded; None on a CPU.
@@ -54,7 +54,7 @@ class Trained:
 
 
 def settings(case: Case, longest: int = 0, **given: Any) -> TrainerConfig:  # noqa: ANN401 - settings of the trainer
-    """Return the trainer's settings: the defaults but for what is given, with a budget of at least the longest row."""
+    """Return the trainer's settings: the defaults, except for `given`, with a token budget of at least the longest row."""
     return TrainerConfig(
         **{
             "objective": GRPO,
@@ -87,13 +87,13 @@ def _allocated(case: Case) -> int | None:
 
 
 def _peak(case: Case, metrics: StepMetrics) -> int | None:
-    """Return the peak of the tensors on the device; on a CPU a step reports the resident set, which is something else."""
+    """Return the peak bytes of tensors on the device; None on a CPU, where a step reports the resident set instead."""
     peak = metrics.peak_memory_bytes
     return None if case.device.type != "cuda" or peak is None else int(peak)
 
 
 def train(case: Case, trained: Trained, rows: Sequence[TrainingRow]) -> dict[str, Any]:
-    """Make the update again and again on the same rows; return medians over the counted ones, the first of which allocates."""
+    """Repeat the update on the same rows; return medians. The first update, which allocates memory, does not count."""
     first = trained.update.apply(rows).metrics
     steps = [trained.update.apply(rows).metrics for _ in range(case.shape.rounds)]
     flat = [each.as_flat() for each in steps]
@@ -150,7 +150,7 @@ def _speed(case: Case, tokens: int, **given: Any) -> Figures:  # noqa: ANN401 - 
 
 
 def memory(case: Case) -> Measurements:
-    """Compare the estimate with the peak of what PyTorch allocates, by settings."""
+    """Compare the estimate with PyTorch's peak of allocated memory, for each of the settings."""
     for name, given in SETTINGS.items():
         yield name, partial(_memory, case, settings(case, **given))
     long = max(case.shape.lengths[:2])
@@ -181,7 +181,7 @@ def _memory(case: Case, config: TrainerConfig, tokens: int | None = None) -> Fig
 
 
 def out_of_memory(case: Case) -> Measurements:
-    """Leave a device so little memory that half of the token budget fits and the whole does not, and make updates.
+    """Limit the device's memory so that half of the token budget fits but the whole does not, and make updates.
 
     On a CPU, where no memory is counted, the layers raise the device's error for more tokens than half the budget.
     """
@@ -196,7 +196,7 @@ def _out_of_memory(case: Case) -> Figures:
     needs_whole, _ = _reserved(case, whole, rows)
     needs_half, expected = _reserved(case, half, rows)
     trained = load(case, whole)
-    trained.update.apply(_few(rows))  # an optimizer has its moments after the first step
+    trained.update.apply(_few(rows))  # the first step allocates the optimizer's moments
     limit = None if needs_whole is None or needs_half is None else (needs_whole + needs_half) // 2
     with _short_of_memory(case, trained, limit, budget // 2):
         outcome, loss, micro_batches = "trained", None, None
@@ -207,7 +207,7 @@ def _out_of_memory(case: Case) -> Figures:
             outcome = str(error)
         gc.collect()
         left = _allocated(case)
-        # Whatever became of that batch, one that fits is trained afterwards.
+        # Whether or not that batch was trained, one that fits is trained afterwards.
         after = trained.update.apply(_few(rows)).metrics
     return {
         "outcome": outcome,
@@ -244,7 +244,7 @@ def _few(rows: Sequence[TrainingRow]) -> Sequence[TrainingRow]:
 
 @contextmanager
 def _short_of_memory(case: Case, trained: Trained, limit: int | None, tokens: int) -> Iterator[None]:
-    """Let no more than `limit` bytes be taken from the device; on a CPU no more than `tokens` tokens pass through the model."""
+    """Limit the memory of the device to `limit` bytes; on a CPU let at most `tokens` tokens pass through the model."""
     if limit is not None:
         whole = torch.cuda.get_device_properties(case.device).total_memory
         torch.cuda.set_per_process_memory_fraction(limit / whole, case.device)

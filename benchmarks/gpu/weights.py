@@ -1,4 +1,4 @@
-"""Weights on their way: from the trainer's device to the host and compared there, and from a staged file to an engine's device."""
+"""Transfers of weights: from the trainer's device to the host and compared there, and from a staged file to an engine's device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKED = 8
 
 
 def publish(case: Case) -> Measurements:
-    """Measure what the trainer does with its weights after a step: bring them to the host, compare, hash, keep."""
+    """Measure the trainer's work on weights after a step: copy them to the host, compare, hash, keep."""
     trained = load_update(case, settings(case))
     engine = trained.update.engine
     dtype = torch.bfloat16 if case.device.type == "cuda" else torch.float32  # as `publish_dtype = auto`
@@ -62,7 +62,7 @@ def publish(case: Case) -> Measurements:
 
 
 def _to_host(case: Case, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Figures:
-    """Measure ways of the same bytes: converted there as the trainer does it, converted on the device first, into pinned memory."""
+    """Measure ways to copy the same bytes: converted on the host as the trainer does, converted on the device first, into pinned memory."""
     count = sum(each.numel() for each in tensors.values()) * dtype.itemsize
     seconds = {
         "converted_by_copy": case.seconds(lambda: [each.detach().to("cpu", dtype) for each in tensors.values()]),
@@ -81,7 +81,7 @@ def _to_host(case: Case, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 
 
 def load(case: Case) -> Measurements:
-    """Measure what an engine's pause holds: a staged file into the live model, and what a second model on the device would need."""
+    """Measure an engine's pause: a staged file is loaded into the live model. Also measure the needs of a second model on the device."""
     model = SlotModel(str(case.model()), case.device.type, "auto", None)
     weights = InPlaceWeights(model.module, model.known_of(read_base_model(model.directory)))
     [staged] = stage_files(case.model(), case.directory, 1)
