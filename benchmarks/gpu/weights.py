@@ -62,7 +62,7 @@ def publish(case: Case) -> Measurements:
 
 
 def _to_host(case: Case, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Figures:
-    """Measure ways to copy the same bytes: converted on the host as the trainer does, converted on the device first, into pinned memory."""
+    """Measure ways to copy the same bytes: converted by the copy as the trainer does, converted on the device first, into pinned memory."""
     count = sum(each.numel() for each in tensors.values()) * dtype.itemsize
     seconds = {
         "converted_by_copy": case.seconds(lambda: [each.detach().to("cpu", dtype) for each in tensors.values()]),

@@ -317,7 +317,7 @@ class MultiTurn:
 
         Raises:
             EnvironmentFailedError: if all fail, and at least one because of the environment's answer to this task, or because it was given
-            up.
+                up.
             OverdueError: if all fail, and at least one because it was late.
             SluiceError: if all fail for other reasons.
         """
