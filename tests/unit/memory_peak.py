@@ -51,7 +51,7 @@ def peak_of_a_step(model: str, settings: dict[str, object], lengths: list[int]) 
     moments = held(each for name, each in engine.state_tensors().items() if name.startswith("optimizer."))
     peaks = []
     for _ in range(STEPS if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 1):
-        engine.optimizer.zero_grad(set_to_none=True)  # the profiler does not see the end of what was there before
+        engine.optimizer.zero_grad(set_to_none=True)  # the profiler misses the end of older objects
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             step(rows)
         changes = [

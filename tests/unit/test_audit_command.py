@@ -90,7 +90,7 @@ def test_a_live_run_is_exact_while_it_writes(tmp_path: Path) -> None:
         while auditing is None or not auditing.done():
             for event in [*[living.group_is_accepted] * 2, living.batch_is_made]:
                 event()
-            await journal.durable()  # the trainer gets only what is on disk
+            await journal.durable()  # the trainer gets only batches that are on disk
             living.trainer_applies()
             living.orchestrator_hears()
             if living.heard == 20:

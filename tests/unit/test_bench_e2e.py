@@ -45,7 +45,7 @@ input()
 """Uses CPU, says how much, and waits."""
 
 TICKS_S = 0.05
-"""What the kernel's counts of user and system time may lack, each in ticks of 10 ms, and what saying it costs."""
+"""Seconds that the kernel's user and system times, counted in ticks of 10 ms, may lack, and that reporting them takes."""
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_the_parts_import_nothing_that_a_machine_with_pytorch_may_lack():
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
 
 
-# What becomes of a part that fails; `broken` and the others below are parts of their own.
+# The handling of parts that fail; `broken` and the others below are made up for these tests.
 
 
 def broken(_: Case):

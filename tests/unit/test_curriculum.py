@@ -277,7 +277,7 @@ def test_a_limited_environment_passes_its_share_on_and_says_when_it_can_deliver_
     assert world.curriculum.wait_s(10.0) == pytest.approx(2.0)
     assert world.curriculum.counts("slow").passed_on == pytest.approx(3.5, abs=1.1)
     following = [world.draw(now=12.0).draw.environment for _ in range(4)]
-    assert following.count("slow") == 1  # what it missed is gone
+    assert following.count("slow") == 1  # the turns that it missed are lost
 
 
 def test_an_environment_runs_so_many_groups_at_a_time() -> None:

@@ -276,7 +276,7 @@ def test_the_revision_reaches_the_package_datasets(tmp_path: Path, monkeypatch: 
     assert (str(place), row) == ("row 0 of owner/sums, split train", ROWS[0])
 
 
-# What is wrong.
+# Errors.
 
 
 @pytest.mark.parametrize(

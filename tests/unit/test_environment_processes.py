@@ -217,7 +217,7 @@ async def test_an_error_carries_its_type_its_message_and_the_lines_of_the_enviro
 
 
 UNFIT = {"text", "field", "number", "nothing"}
-"""What is plain data, but no messages."""
+"""Answers that are plain data, but not messages."""
 
 
 @pytest.mark.parametrize(

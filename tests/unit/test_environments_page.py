@@ -23,7 +23,7 @@ def code(tmp_path: Path) -> Path:
 
 
 ELSEWHERE = {"start_new_session", "quarantine_after", "failed_calls", "processes_ended", "scoring_s"}
-"""Names in the section on processes that are none of their settings."""
+"""Names in the section on processes that are not settings of processes."""
 
 
 def processes(reference: str) -> EnvironmentProcesses:

@@ -60,7 +60,7 @@ EDITS: list[tuple[str, str, str, str]] = re.findall(
 
 SECTIONS = {text.split("\n", 1)[0]: text for text in PAGE.split("\n## ")}
 IN_CHECKOUT = "An engine"
-"""The section whose files and commands are those of a checkout."""
+"""The section whose files and commands belong to a checkout."""
 
 COPIED = ("sluice", "rollout_svc", "tests", "docs", "examples/sums")
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "node_modules", "examples")
@@ -279,7 +279,7 @@ def test_settings_of_the_page_are_those_of_a_run(settings: str, files: Path, pla
 def test_a_package_gives_its_environments_and_formats_names(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads(FILES["pyproject.toml"])
     assert {f"{each}.py" for each in project["tool"]["setuptools"]["py-modules"]} <= FILES.keys()
-    installed = files / "my_tasks-0.1.dist-info"  # what an installer makes of the file
+    installed = files / "my_tasks-0.1.dist-info"  # as an installer writes it
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-tasks\nVersion: 0.1\n")
     groups = project["project"]["entry-points"].items()

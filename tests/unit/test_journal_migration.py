@@ -22,7 +22,7 @@ from sluice.versions import BASE, Version
 IDENTITY = {"run": "r", "seed": "0", "environment": "letters_env.py:Letters", "split": "train"}
 
 OLD = json.loads((Path(__file__).parent / "journal_v1.json").read_text())
-"""What the old class Journal wrote: groups 1 to 3 in two applied batches, of which a checkpoint covers the first; 4 in a third batch
+"""Rows that the old class Journal wrote: groups 1 to 3 in two applied batches, the first covered by a checkpoint; 4 in a third batch
 that is made; 5 accepted; 6 drawn; 7 dropped as stale; 8 failed."""
 
 

@@ -166,7 +166,7 @@ def test_a_resumed_run_knows_the_best_model(
     assert said[-1].endswith("after 5 steps; ended by patience, 4 evaluations without a better one")
     assert same(weights(tmp_path / "out"), after_5_steps)
     held_out = [int(line.split()[3]) for line in said if line.startswith("held out")]
-    assert held_out == [15, 20, 25]  # those of steps that are made again are known
+    assert held_out == [15, 20, 25]  # evaluations of repeated steps are known already
 
 
 @pytest.mark.slow

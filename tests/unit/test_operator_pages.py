@@ -130,7 +130,7 @@ def reference() -> Callable[..., argparse.ArgumentParser | str]:
 
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
     """Parse words as the command does, and return the words that it treats as settings."""
-    if parser.prog == "sluice set":  # settings of the command stand behind those of the run
+    if parser.prog == "sluice set":  # the command's own settings come after the run's
         words = [word for word in words if not word.startswith("--")]
     return parser.parse_known_args(words)[1]
 

@@ -553,7 +553,7 @@ async def test_durable_does_not_wait_for_what_is_recorded_after_the_call(tmp_pat
 async def test_who_waits_for_records_ends_their_gathering(tmp_path) -> None:
     journal = Journal(tmp_path, IDENTITY, limits=JournalLimits(fsync_interval_s=3600.0))
     async with asyncio.timeout(LIMIT_S):
-        for number in range(1, 4):  # also what is recorded while a write is under way
+        for number in range(1, 4):  # also facts that are recorded during a write
             journal.record_fact(drawn(number))
             waiting = asyncio.create_task(journal.durable())
             await asyncio.sleep(0)

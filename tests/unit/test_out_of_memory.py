@@ -25,7 +25,7 @@ from trainer_svc.service.learner import Learner
 BUDGET = 160
 SETTINGS = {"token_budget": BUDGET, "minibatches": 2, "epochs": 2}
 TOLERANCE = 1e-5
-"""Of a weight, in float32: what another packing changes in four steps of AdamW."""
+"""Largest difference of a float32 weight that another packing makes in four steps of AdamW."""
 
 
 @pytest.fixture(scope="module")

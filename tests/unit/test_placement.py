@@ -92,7 +92,7 @@ def simulate(turns: int, group: int, *, affinity: bool) -> tuple[float, float]:
         events.append((now + slow * rng.randint(5, 60), number, episode, target))
 
     for now in range(600):
-        while len(left) < 160:  # so many episodes at a time
+        while len(left) < 160:  # episodes at a time
             for episode in range(group):
                 left[next_group, episode] = turns
                 ask(next_group, episode, now)

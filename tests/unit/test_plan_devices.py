@@ -60,7 +60,7 @@ REFUSED = {
     "share each GPU": "too large for one GPU",
     "trains in one process only": "experts are trained in one process only, and are too large for it",
 }
-"""Words of a refusal, and what the table says."""
+"""Words of a refusal, and the text for it in the table."""
 
 ONE, EIGHT = machines_of("1xH100-80"), machines_of("8xH100-80")
 

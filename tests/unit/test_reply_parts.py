@@ -24,7 +24,7 @@ FORMATS = {
     "reasoning": ReplyFormat("none", "think", None, split_thinking),
     "neither": ReplyFormat(),
 }
-"""What the templates of the models that are known write."""
+"""Replies as the templates of known models write them."""
 
 PIECES = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", LOOK, LOOK[:30], "<", "</", "<t", "<tool", "</tool_call", "</thin"),

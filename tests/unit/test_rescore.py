@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Path:
             for n, word in enumerate(words)
         ]
         (directory / f"trajectories/step_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # What never reached a batch lies beside them, and is none of the run's steps.
+    # Trajectories that never reached a batch are in the same directory, but do not belong to a step.
     lost = {
         "step": None,
         "trajectory_id": "g3-0",

@@ -145,7 +145,7 @@ class CrashingSessions(RuleBasedStateMachine):
     def the_process_is_killed(self):
         self.killed(None, after=False)
 
-    # What was answered is answered again in the same way, and changes nothing.
+    # A repeated call gets the same answer and changes nothing.
 
     def ask_again(self):
         facts = self.ledger.last_seq
@@ -509,7 +509,7 @@ class CrashingSessions(RuleBasedStateMachine):
 
     def check_trained(self, number, sampled, submitted):
         """Each token of a submitted session is trained once, but for the branches that its agent left out."""
-        self.journal._in_memory.pop(number, None)  # what the disk has
+        self.journal._in_memory.pop(number, None)  # so that it is read from the disk
         shared = self.loop.run(self.journal.trajectories(self.ledger.groups[number]))
         records = [each.whole() for each in shared]
         trained = Counter(token for record in records for token in trained_ids(record))

@@ -78,7 +78,7 @@ class EqualRequests(RuleBasedStateMachine):
         self.loop = asyncio.Runner()
         self.now, self.names, self.tokens = 0.0, itertools.count(), itertools.count(1000)
         self.clients: list[Client] = []
-        self.running: dict[tuple[str, str], set[Client]] = {}  # by gateway and request, those that read there
+        self.running: dict[tuple[str, str], set[Client]] = {}  # clients that wait, by gateway and request
         self.waiting: dict[Client, str] = {}  # at another gateway than that which samples
         self.restarted = False
 

@@ -444,7 +444,7 @@ async def test_a_request_counts_what_its_branches_will_take_of_a_batch(roomy, se
         roomy.begin("b", 2, samples=4, **ids)
     assert (full.value.code.name, full.value.reason) == ("FAILED_PRECONDITION", "SESSION_FULL")
     roomy.begin("b", 2, samples=3, **ids)
-    with pytest.raises(SluiceError, match="branches_mb"):  # what is under way counts
+    with pytest.raises(SluiceError, match="branches_mb"):  # requests in progress count
         roomy.begin("c", 3, samples=2, token_ids=tokens_pb2.TokenIds(ids=[*PROMPT, 2]))
 
 

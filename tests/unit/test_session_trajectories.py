@@ -231,7 +231,7 @@ def test_the_reward_of_an_episode_is_its_own_or_the_mean_of_its_branches_or_the_
 def test_rewards_of_turns_of_a_forked_episode_are_each_at_one_token():
     rewards = {EPISODE: 2.0, Target("a/0"): 0.5, Target("b/1"): 0.25}
     first, second = (each.trajectory for each in built(forked(), rewards).records)
-    # What no turn has, 2 - 0.75, is at the end of each branch; the turn that both hold has its reward where it is trained.
+    # The rest of the reward, 2 - 0.75, is at the end of each branch. The reward of the shared turn is in the branch that trains it.
     assert list(first.token_rewards) == [0.0, 0.5, 1.25]
     assert list(second.token_rewards) == [0.0, 1.5]
     assert not first.turn_rewards

@@ -117,7 +117,7 @@ async def test_a_program_that_cannot_be_started_leaves_no_descriptor() -> None:
         return {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
 
     watchdog = await Watchdog.start()
-    before = open_ones()  # what another test left open may be closed meanwhile
+    before = open_ones()  # files that another test left open may be closed meanwhile
     with pytest.raises(FileNotFoundError):
         await watchdog.start_child(["/no/such/program"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert not open_ones() - before

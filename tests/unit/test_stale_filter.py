@@ -151,7 +151,7 @@ def episodes_of(group: str, rewards: dict[str, float]) -> list[Episode]:
 
 
 def test_tokens_below_branches_with_rewards_are_estimated_again_by_these() -> None:
-    # Episode f forked: 2 tokens below branches of rewards 2 and 0, 2 tokens below that of 2. Its reward is their mean, 1.
+    # Episode f forked: 2 tokens belong to both branches (rewards 2 and 0), 2 tokens only to the branch with 2. The episode's reward is the mean, 1.
     forked = sample("f0", reward=1.0, advantage=9.0, episode="f")
     offsets = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     late = sample("late", reward=4.0, advantage=9.0, versions=[(0, NOW.number - 2)])

@@ -33,7 +33,7 @@ seen.unlink(missing_ok=True)
 flag.write_text(str(os.getpid()))
 until(seen)
 """
-"""A child says that it serves by a file with its process id, and goes on when the supervisor has seen it."""
+"""A child reports that it serves by a file with its process id, and continues when the supervisor has seen it."""
 
 SERVE = READY + "time.sleep(600)"
 

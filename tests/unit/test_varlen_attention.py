@@ -110,7 +110,7 @@ def compiled_layers_compute_what_eager_ones_do(tmp_path, dtype):
     model_dir = tiny_model(tmp_path)
     exact = 1e-5 if dtype == "float32" else 1e-2
     eager, compiled = TrainEngine(config, model_dir), TrainEngine(config, model_dir)
-    # inductor compiles for a minute; what it is given, and what breaks off before attention, is the same
+    # inductor compiles for a minute; its input, and graph breaks before attention, are the same
     compile_layers(compiled.network.model, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
     graphs = []

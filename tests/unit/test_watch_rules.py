@@ -23,7 +23,7 @@ FAULT_AT = 31
 """The first step with a fault."""
 
 STEPS = 54
-"""With fewer than 25 steps of it, since then it is what is usual."""
+"""Steps of a run. Fewer than 25 of them have the fault, because after 25 steps it counts as usual."""
 
 Change = Callable[[dict[str, float], int], object]
 

@@ -277,7 +277,7 @@ def test_unchanged_slices_that_are_known_are_not_read_again(tmp_path: Path) -> N
     shards = received(manifest, {"a": safetensors([])})
     with path.open("r+b") as file:
         file.seek(-entries["t0"].size, 2)
-        file.write(b"\1" * entries["t0"].size)  # nobody does; it shows what is read
+        file.write(b"\1" * entries["t0"].size)  # never done in practice; it shows which bytes are read
         file.flush()
         known = PatchedFile(file.fileno(), whole(base))
         known.apply(manifest, shards, verify=True)

@@ -202,7 +202,7 @@ async def test_a_receiver_that_is_held_back_stops_the_others_no_longer_than_conf
         await clock.advance(1.0)
         staged, _ = await waiting
         staged.release()
-        # What was waited for in vain is not waited for again.
+        # Files that were waited for in vain are not waited for again.
         staged, _ = await files.obtain(area.file(Version(1, 4), DIGEST), held[1].path, 5, build)
     assert staged.path.exists()
     for copy in (staged, *held):
