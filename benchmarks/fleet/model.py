@@ -35,8 +35,7 @@ class Limit:
         most: How much there is.
         moved_by: What to change to move the limit.
         squared: Part of `used` that grows with the square of the number of replicas.
-        grows: Whether its use grows in proportion to the replicas. In a tree of relays many times as many replicas take only one more
-            level.
+        grows: Whether its use grows in proportion to the replicas. In a tree of relays many times the replicas take one more level.
         is_setting: Whether a setting alone moves it; else it is a limit of the machine.
     """
 

@@ -261,8 +261,7 @@ class Following(NamedTuple):
     Attributes:
         number: Number of the request whose tokens its prompt begins with, from 1; 0 if there is none.
         common: With how many tokens of that request the prompt begins.
-        exact: Whether these are all tokens of that request, reply included: a continuation. Otherwise the prompt differs from there on: a
-            fork.
+        exact: Whether these are all its tokens, reply included: a continuation. Otherwise the prompt differs from there on: a fork.
         messages: The messages that are new.
     """
 

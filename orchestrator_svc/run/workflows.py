@@ -316,7 +316,7 @@ class MultiTurn:
         """Run all episodes; those that fail or are late are left out.
 
         Raises:
-            EnvironmentFailedError: if all fail, and at least one because of the environment's answer to this task, or because it was given
+            EnvironmentFailedError: if all fail, and one of them because of the environment's answer to this task, or because it was given
                 up.
             OverdueError: if all fail, and at least one because it was late.
             SluiceError: if all fail for other reasons.
