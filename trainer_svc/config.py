@@ -390,11 +390,11 @@ class TrainerConfig(ComputeConfig, TrainerTable):
 
     @property
     def has_critic_of_its_own(self) -> bool:
-        """Whether a critic with a model of its own is trained."""
+        """Whether a critic with its own model is trained."""
         return self.objective.resolved.needs_critic and not self.critic.shared
 
     def for_critic(self, compute: ComputeConfig) -> ComputeConfig:
-        """Return settings that compute as `compute` does, with the optimizer of a critic of its own."""
+        """Return the settings of a critic with its own model: `compute` with the critic's optimizer."""
         computing = {name: getattr(compute, name) for name in ComputeConfig.model_fields}
         return ComputeConfig(**computing | {name: getattr(self.critic, name) for name in OptimizerConfig.model_fields})
 

@@ -10,7 +10,7 @@ Llama and Qwen3, also with experts. On the device count
 * activations: the tensors that autograd keeps of each layer (with `gradient_checkpointing` only the layer's input);
 * work: temporary memory of the most expensive part of a step: the output layer, the backward pass of one layer, or, if gradients
   are summed after each micro-batch, the sum of the gradients of embedding and output layer;
-* other models: a reference, a teacher, and a critic with a model of its own.
+* other models: a reference, a teacher, and a critic with its own model.
 
 Not counted are the allocator's fragmentation, CUDA's own memory (about 1 GB) and communication buffers: `sluice.config.footprint.USABLE` leaves room for them.
 """
@@ -115,7 +115,7 @@ def estimate(
         processes: Processes of the trainer.
         longest: Tokens of the longest row; above `token_budget` it has a micro-batch of its own.
         frozen: Reference and teacher models, each with the bytes of one of its weights.
-        critic: A critic with a model of its own and its settings; it keeps its weights, gradients and moments in memory.
+        critic: The model and the settings of a critic with its own model, which keeps weights, gradients and moments in memory.
 
     Raises:
         ValueError: if the product of the axes of `config.parallel` is not the number of processes.

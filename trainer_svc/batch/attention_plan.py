@@ -253,7 +253,7 @@ def _part_size_class(length: int) -> int:
 def _sequence_size_class(length: int) -> int:
     """Return the length of the longest sequence that may share a block with one of this length: a power of two, or midway between two.
 
-    These classes are coarser than those of parts: on a GPU a kernel call costs more than padding.
+    These classes are coarser than the classes of parts: on a GPU a kernel call costs more than padding.
     """
     size = SHORT
     while size < length:

@@ -51,10 +51,10 @@ class TrainingRow:
 
     Attributes:
         input_ids: Prompt, observations and sampled tokens in order.
-        loss_mask: True where the policy sampled the token and it may be trained.
+        loss_mask: True for tokens that the policy sampled and that may be trained.
         behaviour_logprobs: Log-probability of each sampled token (nats, after temperature) under the policy that sampled it; NaN at other
             tokens.
-        advantages: Advantage of each token; read where `loss_mask` is set.
+        advantages: Advantage of each token; only read where `loss_mask` is True.
         proximal_logprobs: Log-probability under the trainer's weights at the start of the update (decoupled form).
         proximal_share: The share a of the log-linear proximal policy, log o = log b + a (log t - log b).
         reference_logprobs: Log-probability under the frozen reference policy, for a KL term.
@@ -140,7 +140,7 @@ class MicroBatch:
         predictor_places: A copy of `predictors` that stays in host memory, so that context parallelism can size its slices
             without waiting for the device.
 
-    The other columns are those of `TrainingRow` at each loss token; the optional ones are None unless all sequences carry them.
+    The other columns have the values of `TrainingRow` at each loss token. An optional column is None unless all sequences have it.
     """
 
     sequences: tuple[TrainingRow, ...]

@@ -1,4 +1,4 @@
-"""Write checkpoints beside training: copy the state at once, write the files in a background thread.
+"""Write checkpoints while training continues: copy the state at once, write the files in a background thread.
 
     step_8/
         state/rank-00000-00000.safetensors ...   weights, optimizers and random state; each rank writes a part

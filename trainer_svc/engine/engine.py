@@ -480,7 +480,7 @@ class TrainEngine:
             if dtype is not None:
                 described = deepcopy(model.config)
                 described.dtype = (
-                    dtype  # transformers writes the model's dtype, to which engines would widen the weights
+                    dtype  # transformers writes the model's dtype, and engines would widen the weights to that
                 )
                 described.save_pretrained(staging)
             save_tokenizer(self.model_dir, staging, self.chat_template)
@@ -488,7 +488,7 @@ class TrainEngine:
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors of a checkpoint as ``model.<name>`` and ``optimizer.<moment>.<name>``; tied weights once.
 
-        The tensors are the live ones: copy or write them before the next step.
+        The tensors are live, not copies: copy or write them before the next step.
         """
         moments = self.optimizer.tensors(self._trained().items())
         weights = {f"{MODEL}{name}": tensor.detach() for name, tensor in self._stored().items()}

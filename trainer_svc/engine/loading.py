@@ -195,7 +195,7 @@ def _only(layers: torch.nn.ModuleList, first: int, step: int) -> Iterator[None]:
             layers[place] = layer
 
 
-def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: ANN401  those of `from_pretrained`
+def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: ANN401  options of `from_pretrained`
     if head == "value":
         classifier, loading = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=torch.float32, num_labels=1, output_loading_info=True, **options
@@ -272,7 +272,7 @@ def _check_packing(model: PreTrainedModel, device: torch.device, seen: set[HeadS
 
 
 def _packed(rows: torch.Tensor, device: torch.device, seen: set[HeadShape]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Pack the two rows so that their common beginning lies there once. Return the model's arguments, and where each compared token lies."""
+    """Pack the two rows with their common beginning only once. Return the model's arguments, and the places of the compared tokens."""
     first, second = CHECK_LENGTHS
     plan = AttentionPlan.of([np.arange(first), np.r_[0, 1, first : first + second - 2]], first + second - 2).to(device)
     ids = torch.cat([rows[0], rows[1, 2:second]]).to(device).unsqueeze(0)
@@ -370,7 +370,7 @@ def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = Non
         shard_weights(root, mesh.data, dtype=network.compute_dtype, reshard=config.reshard)
     if network.files is not None:
         read_weights(network.model, network.files, mesh.device)
-    root.to(mesh.device)  # this also shows FSDP the weights that were read just now
+    root.to(mesh.device)  # this also makes FSDP see the weights that were just read
     return replace(network, device=torch.device(mesh.device), context=context, root=root, files=None)
 
 
@@ -387,7 +387,7 @@ def choose_kernels(network: Network, attention: Attention, ranks: Ranks, *, comp
     compute_as_served(network.model, network.compute_dtype, whole_logits=network.language and not network.own_head)
     if compiled:
         compile_layers(network.model)
-    # Sharded weights are DTensors, which oneDNN's kernels do not take, and compiled layers have products of their own.
+    # oneDNN's kernels do not take DTensors (sharded weights), and compiled layers bring their own kernels for products.
     alone = network.root is None and network.context is None and not compiled
     onednn = alone and network.device.type == "cpu" and network.compute_dtype == torch.float32 and onednn_is_faster()
     if onednn:

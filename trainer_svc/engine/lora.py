@@ -282,9 +282,9 @@ def merge_adapter(
 
 
 def _untie(model: Any, given: set[str]) -> None:  # noqa: ANN401 - a model of transformers
-    """Give embedding and head a weight each if they share one and the adapter has factors beside either of them.
+    """If embedding and head share a weight, and the adapter has factors beside one of them, give the head a weight of its own.
 
-    PEFT adds the factors to the output of that layer only, not to the other layer's.
+    PEFT adds the factors to the output of that layer only, not to the other layer's output.
     """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embeddings.weight:

@@ -48,7 +48,7 @@ NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 """Whether PyTorch's varlen function needs an argument for fewer key-value heads than query heads: it does from PyTorch 2.13 on."""
 
 WINDOW_QUERIES = 256
-"""Queries of one call with a sliding window. Their mask has this many rows, and as many columns plus the window's length."""
+"""Queries of one call with a sliding window. The mask of a call has up to WINDOW_QUERIES rows and WINDOW_QUERIES + window columns."""
 
 
 class HeadShape(NamedTuple):

@@ -72,7 +72,7 @@ def total_norm(
         gradients: Plain tensors, equal on all processes of a pipeline stage, and DTensors on any axes of the mesh.
         mesh: The processes; all of them call this.
         refused: Whether this process skips the step for another reason.
-        in_two_stages: The gradient that another pipeline stage holds, too: that of a tied weight.
+        in_two_stages: The gradient of a tied weight, which another pipeline stage holds, too.
 
     Returns:
         The norm, and whether it is finite and no process refused: the same on every process.

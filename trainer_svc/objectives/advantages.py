@@ -1,4 +1,4 @@
-"""Advantages that the trainer estimates before its epochs: those that need a critic's values or rewards per token.
+"""Advantages that the trainer estimates before its epochs, because they need a critic's values or rewards per token.
 
 `sluice.advantages` has the estimators that need one reward per episode; the orchestrator runs those. The estimators here are pure
 functions of loss tokens: prompts, observations and padding do not exist for them. Every rank calls the functions that take `ranks`

@@ -599,7 +599,7 @@ def mixed(
                 )
         return total, merged
 
-    # The divisors are applied above: the engine divides by 1, to which all ranks contribute.
+    # The divisors are applied above. The weights of all ranks add up to 1, so the engine divides by 1.
     return loss, lambda _: 1.0 / ranks.size
 
 

@@ -424,8 +424,8 @@ class Preset:
             `none` if there is no ratio.
         aggregation: How token losses become one number.
         parameters: Keyword arguments of the surrogate, with their defaults; None: off.
-        other_parameters: Parameters that something else reads: the term beside the surrogate (dppo, ipo_mask, icepop), the
-            selection of tokens (m2po) or the critic (ppo).
+        other_parameters: Parameters that the surrogate does not read: of the additional term (dppo, ipo_mask, icepop), of the
+            selection of tokens (m2po) or of the critic (ppo).
         proximal: Default source of the proximal policy.
         correction: Default correction of the decoupled form; None: the user must name one.
         kl_coef: Weight of the KL term.

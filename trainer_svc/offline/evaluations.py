@@ -201,7 +201,7 @@ class Evaluations:
         return self._merged
 
     def _keep(self) -> None:
-        """Put the current weights in place of the best ones."""
+        """Replace the best model by the current weights."""
         if not self._config.evaluation:
             self._engine.export_hf(self._played, self._dtype)
         if self._engine.mesh.rank == 0:

@@ -1,4 +1,4 @@
-"""Which batch may enter, in which order, and which is a repeat: a pure state machine."""
+"""Decide which batch may enter, in which order, and whether it is a repeat: a pure state machine."""
 
 from __future__ import annotations
 

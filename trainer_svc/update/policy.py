@@ -234,7 +234,7 @@ class PolicyUpdate:
         return rows
 
     def _readers(self, reads: Callable[[ResolvedObjective], bool]) -> list[str]:
-        """Return the names of the objectives for which `reads` is true, of those that rows can have."""
+        """Return the names of the objectives for which `reads` returns true."""
         return [name for name, each in self.objectives.items() if reads(each.resolved)]
 
     def _trainable(self, sequences: Sequence[TrainingRow]) -> tuple[list[TrainingRow], dict[str, int]]:
