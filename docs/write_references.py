@@ -245,15 +245,15 @@ written. Settings may be lower; see [configuration.md](configuration.md)."""
 
 LIMITS_TEXT = """## At the door
 
-What an agent, an environment or a client gives is its own fault: it is answered (`INVALID_ARGUMENT`, with the limit's name and the
-remedy), and counted by principal and task in `GetRun.refused`, in `report.json` and in `sluice_run_refused_total`. A principal of
-whom 60 rewards were refused within a minute has to wait (`REFUSED_TOO_OFTEN` with RetryInfo). Such refusals never pause a run.
+An agent, an environment or a client that exceeds a limit is refused (`INVALID_ARGUMENT`, with the limit's name and the
+remedy). Refusals are counted by principal and task in `GetRun.refused`, in `report.json` and in `sluice_run_refused_total`. If 60 rewards of a
+principal were refused within a minute, the principal has to wait (`REFUSED_TOO_OFTEN` with RetryInfo). Such refusals never pause a run.
 
 ## Behind the door
 
-What passed and turns out to be untrainable for good is **set aside**, and the run goes on: trajectories if the trainer names them, else
-their group, a whole batch only where nobody can say which. It is a fact of the journal, counted under a reason in
-`trajectories_dropped`, and listed under `set_aside` in `GetRun` and `report.json` with what is wrong and what to do:
+Data that was accepted but can never be trained is **set aside**, and the run continues. The trajectories are set aside if the trainer names them, else
+their group; a whole batch only if the group is unknown. The journal records this as a fact. It is counted under a reason in
+`trajectories_dropped`, and listed under `set_aside` in `GetRun` and `report.json` with the problem and the remedy:
 
 | reason | what | what to do |
 |---|---|---|
@@ -264,11 +264,11 @@ their group, a whole batch only where nobody can say which. It is a fact of the 
 Episodes that may not be trained from the start are dropped as before, each under its own reason; two of them are limits:
 `TOO_LONG`, and `REWARD_TOO_LARGE` of an environment, which counts towards the quarantine of its task.
 
-**Too much of it.** If more than `orchestrator.max_set_aside` (5%) of what 20 batches hold is set aside, the rest may be biased: the run
-pauses and says why. `sluice resume` accepts what was set aside so far. If nobody does within `orchestrator.deadlines.set_aside_s`
-(an hour), the run writes a checkpoint and ends with exit code 5; start it again with the cause corrected, and it continues.
+**Too much set aside.** If more than `orchestrator.max_set_aside` (5%) of the trajectories of 20 batches are set aside, the rest may be biased: the run
+pauses and says why. `sluice resume` accepts what was set aside so far. If nobody resumes it within `orchestrator.deadlines.set_aside_s`
+(an hour), the run writes a checkpoint and ends with exit code 5. Correct the cause and start it again, and it continues.
 
-A run ends by itself only for what no data can cause: settings that do not fit each other, a trainer that is lost again and again, a
+Data never ends a run in any other way. Other causes do: settings that do not fit each other, a trainer that is lost again and again, a
 disk that cannot be written."""
 
 
